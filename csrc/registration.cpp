@@ -1,0 +1,86 @@
+// Every op's schema: the table of contents of the library. What an op does is said in fastamp/ops.py; how its kernel
+// is called, in the header of its name.
+//
+// The emulated build (tests/cuda_emulator) compiles the same files with FASTAMP_EMULATED: its ops live in a namespace
+// of their own, are registered for CPU tensors, and run the CUDA kernels on the CPU.
+#include <Python.h>
+
+#include "ops.h"
+#include "tensor_list.h"
+
+#ifndef FASTAMP_NAMESPACE
+#define FASTAMP_NAMESPACE fastamp
+#endif
+
+#if defined(USE_CUDA) || defined(FASTAMP_EMULATED)
+#define FASTAMP_HAS_CUDA_KERNELS 1
+#endif
+
+STABLE_TORCH_LIBRARY(FASTAMP_NAMESPACE, m) {
+  m.def("unscale_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()");
+  m.def("check_(Tensor[] grads, Tensor(a!) found_inf) -> ()");
+  m.def("unscale_norm_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> (Tensor, Tensor)");
+  m.def("clip_(Tensor(a!)[] grads, Tensor coefficient) -> ()");
+  m.def("accumulate_(Tensor(a!)[] main_grads, Tensor[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()");
+  m.def(
+      "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor[] found_infs, float growth_factor, "
+      "float backoff_factor, int growth_interval, float? min_scale=None, float? max_scale=None, int hysteresis=1, "
+      "Tensor(c!)? hysteresis_tracker=None) -> ()");
+  m.def("clip_coefficient(Tensor total_norm, float max_norm) -> Tensor");
+  m.def("scale_losses(Tensor[] losses, Tensor scale) -> Tensor[]");
+}
+
+namespace {
+
+void register_kernels(torch::stable::detail::StableLibrary& m) {
+  m.impl("unscale_", &fastamp::unscale_boxed);
+  m.impl("check_", &fastamp::check_boxed);
+  m.impl("unscale_norm_", &fastamp::unscale_norm_boxed);
+  m.impl("clip_", &fastamp::clip_boxed);
+  m.impl("accumulate_", &fastamp::accumulate_boxed);
+  m.impl("update_scale_", &fastamp::update_scale_boxed);
+  m.impl("clip_coefficient", &fastamp::clip_coefficient_boxed);
+  m.impl("scale_losses", TORCH_BOX(&fastamp::scale_losses));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, CPU, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, CUDA, m) { register_kernels(m); }
+
+namespace fastamp {
+namespace {
+
+#define FASTAMP_LAUNCHERS(ns)                                                                              \
+  {                                                                                                        \
+    kLaunchersVersion, &ns::unscale, &ns::check, &ns::unscale_norm, &ns::clip, &ns::accumulate,            \
+        &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses                                        \
+  }
+#ifndef FASTAMP_EMULATED
+const Launchers cpu_launchers = FASTAMP_LAUNCHERS(cpu);
+#endif
+#ifdef FASTAMP_HAS_CUDA_KERNELS
+const Launchers cuda_launchers = FASTAMP_LAUNCHERS(cuda);
+#endif
+#undef FASTAMP_LAUNCHERS
+
+}  // namespace
+}  // namespace fastamp
+
+const fastamp::Launchers* fastamp_launchers(int cuda) {
+#if defined(FASTAMP_EMULATED)
+  return &fastamp::cuda_launchers;
+#elif defined(FASTAMP_HAS_CUDA_KERNELS)
+  return cuda ? &fastamp::cuda_launchers : &fastamp::cpu_launchers;
+#else
+  return cuda ? nullptr : &fastamp::cpu_launchers;
+#endif
+}
+
+// The library is loaded as a Python module, so that Python's import system finds it; all it holds are the ops
+// registered above.
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__ops() {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ops", "fastamp's operators", -1, nullptr, nullptr,
+                                   nullptr, nullptr, nullptr};
+  return PyModule_Create(&definition);
+}
