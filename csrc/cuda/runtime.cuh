@@ -52,6 +52,25 @@ inline int multiprocessor_count() {
   return count;
 }
 
+// Bytes of parameters that a kernel may take: 32,764 with driver and toolkit of CUDA 12.1 and later, else 4,096.
+inline size_t parameter_limit() {
+#if CUDART_VERSION >= 12010
+  static const size_t limit = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010 ? size_t{32764} : size_t{4096};
+  }();
+  return limit;
+#else
+  return 4096;
+#endif
+}
+
+// Whether work on the stream is being captured into a CUDA graph rather than run.
+inline bool stream_is_capturing(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+}
+
 // Vector accesses call this so that the emulator can refuse a misaligned address as the hardware would.
 template <class T>
 __device__ __forceinline__ void check_alignment(const T*, const char*) {}
@@ -78,6 +97,10 @@ using Stream = void*;
 inline void check_launch(const char*) {}
 
 inline int multiprocessor_count() { return ::cuda_emulator::multiprocessor_count(); }
+
+inline size_t parameter_limit() { return ::cuda_emulator::settings.parameter_limit; }
+
+inline bool stream_is_capturing(Stream) { return false; }
 
 template <class T>
 inline void check_alignment(const T* address, const char* access) {

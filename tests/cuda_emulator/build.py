@@ -52,6 +52,7 @@ _COMMON_FLAGS = [
     "-Wno-unknown-pragmas",  # #pragma unroll
     "-Wno-unused-parameter",
     "-ffp-contract=off",  # a*b+c must not become an fma: what nvcc contracts, the PTX layer shows
+    "-Wno-attributes",  # visibility of templates from torch's headers
     "-fno-gnu-unique",  # several builds are loaded into one process
 ]
 
