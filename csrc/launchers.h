@@ -13,6 +13,8 @@ constexpr int32_t kLaunchersVersion = 1;
 
 struct Launchers {
   int32_t version;
+  void* (*current_stream)(int32_t device_index);  // torch's; nullptr for CPU
+  bool (*is_capturing)(void* stream);             // into a CUDA graph
   decltype(&cpu::unscale) unscale;
   decltype(&cpu::check) check;
   decltype(&cpu::unscale_norm) unscale_norm;

@@ -51,16 +51,28 @@ STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, CUDA, m) { register_kernels(m); }
 namespace fastamp {
 namespace {
 
-#define FASTAMP_LAUNCHERS(ns)                                                                              \
-  {                                                                                                        \
-    kLaunchersVersion, &ns::unscale, &ns::check, &ns::unscale_norm, &ns::clip, &ns::accumulate,            \
-        &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses                                        \
+#ifdef FASTAMP_HAS_CUDA_KERNELS
+void* current_cuda_stream([[maybe_unused]] int32_t device_index) {
+  void* stream = nullptr;
+#ifdef USE_CUDA
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+#endif
+  return stream;
+}
+#endif
+
+#define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing)                                               \
+  {                                                                                                       \
+    kLaunchersVersion, current_stream, is_capturing, &ns::unscale, &ns::check, &ns::unscale_norm,         \
+        &ns::clip, &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses           \
   }
 #ifndef FASTAMP_EMULATED
-const Launchers cpu_launchers = FASTAMP_LAUNCHERS(cpu);
+void* no_stream(int32_t) { return nullptr; }
+bool never_capturing(void*) { return false; }
+const Launchers cpu_launchers = FASTAMP_LAUNCHERS(cpu, no_stream, never_capturing);
 #endif
 #ifdef FASTAMP_HAS_CUDA_KERNELS
-const Launchers cuda_launchers = FASTAMP_LAUNCHERS(cuda);
+const Launchers cuda_launchers = FASTAMP_LAUNCHERS(cuda, current_cuda_stream, &cuda::is_capturing);
 #endif
 #undef FASTAMP_LAUNCHERS
 

@@ -1,8 +1,8 @@
 #include "tensor_list.h"
 
-#include <map>
-#include <mutex>
 #include <utility>
+
+#include "ticket.h"
 
 namespace fastamp {
 
@@ -171,36 +171,21 @@ TensorInfo read_float_scalar(const char* op, const char* name, const Tensor& ten
 Backend::Backend(const char* op, Device device) : launchers_(fastamp_launchers(device.cuda)) {
   FASTAMP_CHECK(launchers_, op,
                   ": this build of fastamp has no CUDA kernels; `python -m fastamp` says how to build them");
-#ifdef USE_CUDA
-  if (device.cuda) {
-    guard_.emplace(device.index);
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &stream_));
-  }
-#endif
+  if (device.cuda) guard_.emplace(device.index);
+  stream_ = launchers_->current_stream(device.index);
 }
 
 Tensor empty_on(const Tensor& like, int64_t numel, torch::headeronly::ScalarType dtype) {
   return torch::stable::new_empty(like, {&numel, 1}, dtype);
 }
 
-Ticket::Ticket(const Device& device, void* stream, const Tensor& like) {
+Tensor make_ticket(const Backend& backend, const Device& device, const Tensor& like) {
   const int64_t one = 1;
   auto zeros = [&] { return torch::stable::new_zeros(like, {&one, 1}, torch::headeronly::ScalarType::Int); };
-#ifdef USE_CUDA
-  if (device.cuda && cuda::is_capturing(stream)) {
-    own_ = zeros();
-    data_ = static_cast<unsigned*>(own_->data_ptr());
-    return;
-  }
-#endif
-  static std::mutex mutex;
+  if (backend->is_capturing(backend.stream())) return zeros();
   // Never destroyed: at interpreter exit the CUDA context may be gone before static destructors run.
-  static auto& tickets = *new std::map<std::pair<int32_t, void*>, Tensor>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const std::pair<int32_t, void*> key(device.cuda ? device.index : -1, stream);
-  auto found = tickets.find(key);
-  if (found == tickets.end()) found = tickets.emplace(key, zeros()).first;
-  data_ = static_cast<unsigned*>(found->second.data_ptr());
+  static auto& cache = *new TicketCache<Tensor>;
+  return cache.get(device.cuda ? device.index : -1, backend.stream(), zeros);
 }
 
 }  // namespace fastamp

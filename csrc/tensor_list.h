@@ -120,18 +120,8 @@ class Backend {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// A counter in the device's memory that is 0 between launches; one for each device and stream, made at first use.
-// While a CUDA graph is captured each launch gets a counter of its own, zeroed inside the graph: a replay may run
-// beside other work.
-class Ticket {
- public:
-  Ticket(const Device& device, void* stream, const Tensor& like);
-  unsigned* data() const { return data_; }
-
- private:
-  unsigned* data_;
-  std::optional<Tensor> own_;
-};
+// The ticket of one launch: see ticket.h.
+Tensor make_ticket(const Backend& backend, const Device& device, const Tensor& like);
 
 // New tensors on the device of `like`.
 Tensor empty_on(const Tensor& like, int64_t numel, torch::headeronly::ScalarType dtype);

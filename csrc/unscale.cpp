@@ -51,11 +51,11 @@ void unscale_norm_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Tensor norms = empty_on(found_inf, count, out_dtype);
   if (count) {
     const Tensor workspace = empty_on(found_inf, 2 * count + kMaxNormBlocks, ScalarType::Double);
-    const Ticket ticket(found.device, backend.stream(), found_inf);
+    const Tensor ticket = make_ticket(backend, found.device, found_inf);
     NormOutput output{};
     output.sum_of_squares = static_cast<double*>(workspace.data_ptr());
     output.partials = output.sum_of_squares + count;
-    output.ticket = ticket.data();
+    output.ticket = static_cast<unsigned*>(ticket.data_ptr());
     output.norms = norms.data_ptr();
     output.total = total.data_ptr();
     output.count = count;
