@@ -2,9 +2,9 @@
 
 A recomputation runs the forward a second time, so BatchNorm would update its running statistics twice, and a
 module that reads what it writes (spectral norm's power iteration, a vector quantiser's codebook) would
-recompute something else than its forward computed. `BufferRecord` notes which buffers a forward wrote and what
-they held before; `BufferRecord.recomputing()` then lets the recomputing thread, and only that thread, work on
-private copies of them.
+recompute something else than its forward computed. `BufferRecord` notes which buffers a forward wrote and
+what they held before; `BufferRecord.recomputing()` then lets the recomputing thread, and only that thread,
+work on private copies of them.
 
 Modules are found where a checkpointed function can hold them without being run: the function itself, a bound
 method's object, `functools.partial`, a closure, default arguments, the globals and attributes its code names,
@@ -64,7 +64,7 @@ class _Search:
         if isinstance(function, types.MethodType):
             owner, function = function.__self__, function.__func__
         elif not isinstance(function, types.FunctionType):
-            owner, function = function, getattr(type(function), "__call__", None)
+            owner, function = function, getattr(type(function), "__call__", None)  # noqa: B004
         if isinstance(owner, nn.Module):
             found.append(owner)
             return
@@ -139,7 +139,9 @@ class BufferRecord:
         self._walk(search.modules, search.compiled, visited, in_place=False)
         self._walk(search.compiled, search.compiled, visited, in_place=True)
 
-    def _walk(self, stack: list[nn.Module], compiled: list[nn.Module], visited: set[int], in_place: bool) -> None:
+    def _walk(
+        self, stack: list[nn.Module], compiled: list[nn.Module], visited: set[int], in_place: bool
+    ) -> None:
         while stack:
             module = stack.pop()
             if id(module) in visited:
@@ -164,7 +166,7 @@ class BufferRecord:
             with _known_lock:
                 known = _known.setdefault(module, {})
         for name, buffer in buffers.items():
-            if buffer is None or buffer.is_inference():  # inference tensors cannot be written here, nor versioned
+            if buffer is None or buffer.is_inference():  # those have no versions
                 continue
             seen = _Seen(module, name, training, buffer, in_place)
             writes = known.get(seen.key)
@@ -251,15 +253,16 @@ class _Recomputing:
         for module in self._private:
             _PrivateBuffers.leave(module)
         for buffer, value in self._restore:
-            # Through .data: the buffer holds again what it held, so graphs that saved it must not see a write.
+            # Through .data: the buffer holds again what it held, so graphs that saved it must not see a
+            # write.
             buffer.data.copy_(value)
 
 
 class _PrivateBuffers(MutableMapping):
     """Stands in for a module's `_buffers` while threads recompute: each sees its own copies of some buffers.
 
-    Everything else goes to the module's own dictionary, which comes back when the last thread leaves, so other
-    threads (a forward that updates the same statistics, say) lose nothing.
+    Everything else goes to the module's own dictionary, which comes back when the last thread leaves, so
+    other threads (a forward that updates the same statistics, say) lose nothing.
     """
 
     _install = threading.Lock()

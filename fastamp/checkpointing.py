@@ -1,8 +1,9 @@
 """Activation checkpointing: `torch.utils.checkpoint` with its results, its arguments and fewer surprises.
 
-The non-reentrant form runs on torch's own frame and saved-tensor hooks (`torch.utils.checkpoint._CheckpointFrame`
-and its hooks), the reentrant one on torch's `CheckpointFunction`. What is added sits around them: which tensors
-are kept and how, the state a recomputation starts from, and checks that turn wrong gradients into errors.
+The non-reentrant form runs on torch's own frame and saved-tensor hooks
+(`torch.utils.checkpoint._CheckpointFrame` and its hooks), the reentrant one on torch's `CheckpointFunction`.
+What is added sits around them: which tensors are kept and how, the state a recomputation starts from, and
+checks that turn wrong gradients into errors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,36 +53,36 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)` and keep only its inputs; recompute the rest when backward needs it.
 
-    A drop-in for `torch.utils.checkpoint.checkpoint`, with equal outputs, gradients and random state. Without a
-    function it returns a decorator: `checkpoint(debug=True)(function)`.
+    A drop-in for `torch.utils.checkpoint.checkpoint`, with equal outputs, gradients and random state. Without
+    a function it returns a decorator: `checkpoint(debug=True)(function)`.
 
     Args:
         function: a function or module. Its outputs may be anything; its inputs any arguments.
-        use_reentrant: False, and also None (torch's None warns and means True), keeps the inputs through saved
-            tensors and recomputes inside backward. True takes torch's older variant: positional tensors only,
-            plain `backward()` only.
-        preserve_rng_state: True recomputes under the forward's random state of the CPU and of the devices of the
-            tensors passed; "all" also under Python's `random` and NumPy's global state; False under none, and a
-            function that draws random numbers then warns once.
+        use_reentrant: False, and also None (torch's None warns and means True), keeps the inputs through
+            saved tensors and recomputes inside backward. True takes torch's older variant: positional tensors
+            only, plain `backward()` only.
+        preserve_rng_state: True recomputes under the forward's random state of the CPU and of the devices of
+            the tensors passed; "all" also under Python's `random` and NumPy's global state; False under none,
+            and a function that draws random numbers then warns once.
         context_fn: returns the context managers for the forward and for the recomputation; see
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Non-reentrant only.
         determinism_check: "default" compares shape, dtype and device of every recomputed tensor with the
-            forward's, "values" also a 64-bit fingerprint of its bytes (slow: for finding non-determinism), "none"
-            nothing.
+            forward's, "values" also a 64-bit fingerprint of its bytes (slow: for finding non-determinism),
+            "none" nothing.
         debug: record both runs' operators and print them if they differ. Non-reentrant only.
         early_stop: stop recomputing as soon as all that backward needs is there. Non-reentrant only.
-        respect_saved_tensors_hooks: whether tensors selective checkpointing saves pass through the surrounding
-            saved-tensor hooks; None is the installed torch's default. Non-reentrant only.
+        respect_saved_tensors_hooks: whether tensors selective checkpointing saves pass through the
+            surrounding saved-tensor hooks; None is the installed torch's default. Non-reentrant only.
         storage: how the inputs kept for recomputing are stored: "exact", or to save memory at the price of
             approximate gradients "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2" or "int4", or a policy
-            `(tensor, context) -> format`. It applies to floating activations of 4 KiB and more that are not leaves;
-            bool masks are kept as bits, everything else as it is. Non-reentrant only.
+            `(tensor, context) -> format`. It applies to floating activations of 4 KiB and more that are not
+            leaves; bool masks are kept as bits, everything else as it is. Non-reentrant only.
         kwargs: passed to `function`.
 
     Beyond torch: tensors in kwargs and in nested containers (lists, tuples, dicts and whatever else is
-    registered with `torch.utils._pytree`) are kept like positional ones, so saved-tensor hooks see them and an
-    in-place write between forward and backward raises; so does one that the function makes to a tensor it saved
-    itself. Buffers that the function's modules write, such as BatchNorm's statistics, are written once.
+    registered with `torch.utils._pytree`) are kept like positional ones, so saved-tensor hooks see them and
+    an in-place write between forward and backward raises; so does one that the function makes to a tensor it
+    saved itself. Buffers that the function's modules write, such as BatchNorm's statistics, are written once.
 
     Under torch.compile and other tracers this is torch's checkpoint, with exact storage.
 
@@ -116,12 +117,14 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run `functions` one after another on `input`, in `segments` chunks of which all but the last are checkpointed.
+    """Run `functions` one after another on `input`, in `segments` chunks of which all but the last are
+    checkpointed.
 
     A drop-in for `torch.utils.checkpoint.checkpoint_sequential` (`use_reentrant=None` means False here).
 
     Args:
-        functions: an `nn.Sequential` or a sequence of modules and functions, each taking the previous one's output.
+        functions: an `nn.Sequential` or a sequence of modules and functions, each taking the previous one's
+        output.
         segments: number of chunks, between 1 and `len(functions)`.
         input: what the first function takes.
         kwargs: `preserve_rng_state`, and any other of `checkpoint`'s own keywords.
@@ -135,8 +138,8 @@ def checkpoint_sequential(
         functions = list(functions.children())
     if not 1 <= segments <= len(functions):
         raise ValueError(
-            f"checkpoint_sequential: segments must be between 1 and the number of functions ({len(functions)}), "
-            f"got {segments}"
+            f"checkpoint_sequential: segments must be between 1 and the number of functions "
+            f"({len(functions)}), got {segments}"
         )
     size = len(functions) // segments
     last = size * (segments - 1)
@@ -223,10 +226,13 @@ def _eager(
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if isinstance(preserve_rng_state, str) and preserve_rng_state != "all":
-        raise ValueError(f"checkpoint: preserve_rng_state must be True, False or 'all', got {preserve_rng_state!r}")
+        raise ValueError(
+            f"checkpoint: preserve_rng_state must be True, False or 'all', got {preserve_rng_state!r}"
+        )
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(
-            f"checkpoint: determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
+            f"checkpoint: determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got "
+            f"{determinism_check!r}"
         )
     if storage != "exact":
         _storage.check_storage(storage)
@@ -304,9 +310,9 @@ def _eager(
                 finished = True
     if not finished:
         raise RuntimeError(
-            "checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
-            "checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
-            "forward."
+            "checkpoint: the forward context provided by context_fn suppressed an exception raised during "
+            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a "
+            "failed forward."
         )
     frame.finish_forward()
     region.buffers = record.finish()
@@ -323,7 +329,7 @@ def _is_fx_tracing() -> bool:
     return current() if current is not None else module._is_fx_tracing_flag
 
 
-# --- what is kept for the recomputation --------------------------------------------------------------------------
+# --- what is kept for the recomputation
 
 
 # Types that hold no tensors: telling so by type is cheaper than asking pytree.
@@ -331,10 +337,11 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 
 
 class _Inputs:
-    """A call's arguments as a flat list of leaves, with the tensors in kwargs and nested containers among them.
+    """A call's arguments as a flat list of leaves, with the tensors in kwargs and nested containers among
+    them.
 
-    values: the arguments one by one; leaves: the same with every container that holds tensors replaced by what
-    it holds. A container without tensors stays the object it is, as in torch.
+    values: the arguments one by one; leaves: the same with every container that holds tensors replaced by
+    what it holds. A container without tensors stays the object it is, as in torch.
     """
 
     __slots__ = ("_keys", "_positional", "_specs", "leaves", "values")
@@ -382,11 +389,17 @@ class _Inputs:
             spec = self._specs.get(index)
             count = 1 if spec is None else spec.num_leaves
             if leaf < first + count:
-                top = f"args[{index}]" if index < self._positional else f"kwargs[{self._keys[index - self._positional]!r}]"
+                top = (
+                    f"args[{index}]"
+                    if index < self._positional
+                    else f"kwargs[{self._keys[index - self._positional]!r}]"
+                )
                 if spec is None:
                     return top
                 positions = pytree.tree_unflatten(list(range(count)), spec)
-                path = next(path for path, at in pytree.tree_flatten_with_path(positions)[0] if at == leaf - first)
+                path = next(
+                    path for path, at in pytree.tree_flatten_with_path(positions)[0] if at == leaf - first
+                )
                 return top + pytree.keystr(path)
             first += count
         raise IndexError(leaf)
@@ -398,7 +411,9 @@ class _Inputs:
             spec = self._specs.get(index)
             count = 1 if spec is None else spec.num_leaves
             if spec is not None:
-                inside += [leaf for leaf in range(first, first + count) if isinstance(self.leaves[leaf], Tensor)]
+                inside += [
+                    leaf for leaf in range(first, first + count) if isinstance(self.leaves[leaf], Tensor)
+                ]
             first += count
         return inside
 
@@ -431,7 +446,8 @@ _Saved = _SavedByFunction if _make_saved_tensor is None else torch._C._autograd.
 
 
 def _save(tensor: Tensor) -> Any:
-    """`tensor` kept as autograd keeps it: versioned, and through the saved-tensor hooks that are in effect."""
+    """`tensor` kept as autograd keeps it: versioned, and through the saved-tensor hooks that are in
+    effect."""
     if _make_saved_tensor is None:
         return _SavedByFunction(tensor)
     return _make_saved_tensor(tensor, is_output=False)
@@ -453,7 +469,9 @@ class _KeptInputs:
             ]
 
     def _keep(self, index: int, tensor: Tensor, storage: str | _storage.Policy, function: Any) -> Any:
-        codec = _storage.codec_for(tensor, storage, lambda: _storage.Context(self._inputs.name(index), function))
+        codec = _storage.codec_for(
+            tensor, storage, lambda: _storage.Context(self._inputs.name(index), function)
+        )
         if codec.name == "exact":
             return _save(tensor)
         return _storage.Kept(tensor, codec, f"checkpoint: {self._inputs.name(index)}", _save)
@@ -471,8 +489,8 @@ class _KeptInputs:
             if "modified by an inplace operation" not in str(error) or isinstance(kept, _storage.Kept):
                 raise
             raise RuntimeError(
-                f"checkpoint: {self._inputs.name(index)} has been modified by an inplace operation since the forward, "
-                "which needs it again to recompute; modify a clone instead. " + str(error)
+                f"checkpoint: {self._inputs.name(index)} has been modified by an inplace operation since the "
+                f"forward, which needs it again to recompute; modify a clone instead. {error}"
             ) from error
 
     # Before torch 2.11 or so the hook asks an autograd node for the inputs, in these words.
@@ -486,7 +504,7 @@ class _KeptInputs:
         return self.get()
 
 
-# --- the state a recomputation starts from -----------------------------------------------------------------------
+# --- the state a recomputation starts from
 
 
 def _host_random_state() -> tuple[Any, Any]:
@@ -558,9 +576,9 @@ class _ForwardState:
             return
         if getattr(self._device_module, "_initialized", False):
             raise RuntimeError(
-                f"checkpoint: {self._device_type} was first used inside the checkpointed function, so its random "
-                f"state before the forward is not known; use the device once before (torch.{self._device_type}.init()), "
-                "or pass preserve_rng_state=False"
+                f"checkpoint: {self._device_type} was first used inside the checkpointed function, so its "
+                f"random state before the forward is not known; use the device once before "
+                f"(torch.{self._device_type}.init()), or pass preserve_rng_state=False"
             )
 
     def restore(self, stack: contextlib.ExitStack) -> None:
@@ -630,8 +648,9 @@ class _UnpreservedRandomness:
             return
         _UnpreservedRandomness.warned = True
         _warn(
-            "checkpoint: the function drew random numbers (an active dropout?) under preserve_rng_state=False, so "
-            "its recomputation will draw others and the gradients will be wrong; leave preserve_rng_state=True"
+            "checkpoint: the function drew random numbers (an active dropout?) under "
+            "preserve_rng_state=False, so its recomputation will draw others and the gradients will be "
+            "wrong; leave preserve_rng_state=True"
         )
 
 
@@ -643,7 +662,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-# --- the non-reentrant form: torch's frame, extended -------------------------------------------------------------
+# --- the non-reentrant form: torch's frame, extended
 
 
 class _Region:
@@ -651,7 +670,9 @@ class _Region:
 
     __slots__ = ("_context", "_function", "_inputs", "_state", "buffers")
 
-    def __init__(self, function: Any, inputs: _Inputs, state: _ForwardState, buffers: BufferRecord, context: Any) -> None:
+    def __init__(
+        self, function: Any, inputs: _Inputs, state: _ForwardState, buffers: BufferRecord, context: Any
+    ) -> None:
         self._function = function
         self._inputs = inputs
         self._state = state
@@ -687,15 +708,17 @@ class _RecomputedTensors(weakref.WeakKeyDictionary):
         tensor = super().__getitem__(handle)
         if tensor._version != handle.version and not self.comparing:
             raise RuntimeError(
-                "checkpoint: one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation inside the checkpointed function: {tensor.type()} {list(tensor.shape)} is at version "
-                f"{tensor._version}; expected version {handle.version} instead. Modify a clone instead."
+                "checkpoint: one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation inside the checkpointed function: {tensor.type()} {list(tensor.shape)} "
+                f"is at version {tensor._version}; expected version {handle.version} instead. Modify a clone."
             )
         return tensor
 
 
 class _Frame(_torch_checkpoint._CheckpointFrame):
     kept: _KeptInputs
+    input_saver: _KeptInputs  # what torch before 2.11 calls it
+    recomputed: defaultdict[Any, _RecomputedTensors]  # type: ignore[assignment]
 
     def __init__(self, region: _Region, early_stop: bool, error_cb: Any, metadata_fn: Any) -> None:
         super().__init__(region.recompute, early_stop, error_cb, metadata_fn)
@@ -708,9 +731,10 @@ class _Frame(_torch_checkpoint._CheckpointFrame):
         self.forward_completed = True
         if isinstance(self.metadata_fn, _Fingerprints):
             self.metadata_fn.settle()
-        # Stopping at the last saved tensor stops before the operator that saves it has run. RReLU's operator fills
-        # its saved noise only then, so stopping there hands out uninitialised memory. The noise is saved next to the
-        # input and looks like it; running on costs at most the operators after the last save.
+        # Stopping at the last saved tensor stops before the operator that saves it has run. RReLU's operator
+        # fills its saved noise only then, so stopping there hands out uninitialised memory. The noise is
+        # saved next to the input and looks like it; running on costs at most the operators after the last
+        # save.
         if self.early_stop and len(self.x_metadatas) > 1:
             last, before = self.x_metadatas[-1], self.x_metadatas[-2]
             if _shape_of(last) == _shape_of(before):
@@ -778,7 +802,11 @@ class _Fingerprint:
 
     def __repr__(self) -> str:
         self.settle()
-        digest = None if self._digest is None else "".join(f"{part & 0xFFFFFFFF:08x}" for part in self._digest.tolist())
+        digest = (
+            None
+            if self._digest is None
+            else "".join(f"{part & 0xFFFFFFFF:08x}" for part in self._digest.tolist())
+        )
         return repr({**self._metadata, "fingerprint of values": digest})
 
 
@@ -807,8 +835,13 @@ class _Fingerprints:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> Tensor | None:
-    """Two 32-bit sums over a tensor's bytes, of which the second depends on their order; None if it has no bytes."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    """Two 32-bit sums over a tensor's bytes, of which the second depends on their order; None if it has no
+    bytes."""
+    if (
+        type(tensor) not in (Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
         return None
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
@@ -830,13 +863,13 @@ def _digest(tensor: Tensor) -> Tensor | None:
 _DIGEST_CHUNK = 1 << 18
 
 
-# --- selective checkpointing and saved-tensor hooks --------------------------------------------------------------
+# --- selective checkpointing and saved-tensor hooks
 
 
 @contextlib.contextmanager
-def _checkpoint_hook_before_2_14(frame: _Frame):
+def _checkpoint_hook_before_2_14(frame: _Frame) -> Iterator[None]:
     """torch's hook, which also knows the user's hooks beneath it, as torch's own does from 2.14 on."""
-    hook = _torch_checkpoint._checkpoint_hook(frame)
+    hook: Any = _torch_checkpoint._checkpoint_hook(frame)
     hook.pack_hook._user_hooks = _user_hooks()
     try:
         with hook:
@@ -848,12 +881,13 @@ def _checkpoint_hook_before_2_14(frame: _Frame):
 _checkpoint_hook = _torch_checkpoint._checkpoint_hook if _SAC_HOOKS_IN_TORCH else _checkpoint_hook_before_2_14
 
 
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 _INTERNAL_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
-def _user_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _user_hooks() -> _Hooks | None:
     """The saved-tensor hooks in effect, a checkpoint's own left out."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     while hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_INTERNAL_HOOKS):
         hooks = getattr(hooks[0], "_user_hooks", None)
     return hooks
@@ -864,7 +898,7 @@ def _route_sac(forward_context: Any, respect_hooks: bool | None) -> None:
     if not isinstance(forward_context, _torch_checkpoint._CachingTorchDispatchMode):
         return
     if _SAC_HOOKS_IN_TORCH:
-        forward_context.respect_saved_tensors_hooks = respect_hooks
+        setattr(forward_context, "respect_saved_tensors_hooks", respect_hooks)  # noqa: B010
     elif respect_hooks:
         hooks = _user_hooks()
         if hooks is not None:
@@ -881,7 +915,7 @@ class _HookedValue(_torch_checkpoint._VersionWrapper):
         return self._unpack(super().get_val(allow_cache_entry_mutation))
 
 
-def _through_hooks(hooks: tuple[Callable[..., Any], Callable[..., Any]], entry: Any) -> Any:
+def _through_hooks(hooks: _Hooks, entry: Any) -> Any:
     def pack(leaf: Any) -> Any:
         if isinstance(leaf, _torch_checkpoint._VersionWrapper) and isinstance(leaf.val, Tensor):
             return _HookedValue(hooks[0](leaf.val), hooks[1])
@@ -906,13 +940,15 @@ class _HookedList(list):
         super().append(_through_hooks(self._hooks, entry))
 
 
-# --- the reentrant form: torch's CheckpointFunction around this --------------------------------------------------
+# --- the reentrant form: torch's CheckpointFunction around this
 
 
 class _ReentrantCall:
     """What `CheckpointFunction` runs: the forward the first time, a recomputation every later time."""
 
-    def __init__(self, function: Any, args: tuple[Any, ...], preserve_rng_state: bool | str, check_values: bool) -> None:
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], preserve_rng_state: bool | str, check_values: bool
+    ) -> None:
         self._function = function
         self._preserve = preserve_rng_state
         self._check_values = check_values
@@ -946,8 +982,8 @@ class _ReentrantCall:
         for name, tensor, version in self._nested:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"checkpoint: {name} has been modified by an inplace operation since the forward, which needs it "
-                    "again to recompute; modify a clone instead"
+                    f"checkpoint: {name} has been modified by an inplace operation since the forward, which "
+                    "needs it again to recompute; modify a clone instead"
                 )
         with contextlib.ExitStack() as stack:
             if self._host_state is not None:

@@ -1,9 +1,9 @@
 """How a tensor that autograd needs later is kept until then.
 
-A `Codec` turns a tensor into the tensors that are kept and back. `codec_for(tensor, storage, context)` applies
-the rules about what may be kept in which form, and `Kept` holds one tensor: it passes what it keeps through
-autograd's saved-tensor hooks (so `save_on_cpu` and enclosing checkpoints see it), and refuses to serve a tensor
-that was written after it was packed.
+A `Codec` turns a tensor into the tensors that are kept and back. `codec_for(tensor, storage, context)`
+applies the rules about what may be kept in which form, and `Kept` holds one tensor: it passes what it keeps
+through autograd's saved-tensor hooks (so `save_on_cpu` and enclosing checkpoints see it), and refuses to
+serve a tensor that was written after it was packed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Codec:
     """One way to keep a tensor. `name` is the format's name.
 
     pack(tensor) -> Packed: takes a strided tensor of any shape, runs without autograd, leaves it untouched.
-    unpack(packed) -> Tensor: a new tensor of the same shape, strides, dtype and device; may be called repeatedly.
-    Subclasses that work on a run of elements only write `encode` and `decode`: the first gets the elements in
-    memory order (1-D, every element once), the second returns them.
+    unpack(packed) -> Tensor: a new tensor of the same shape, strides, dtype and device; may be called
+    repeatedly. Subclasses that work on a run of elements only write `encode` and `decode`: the first gets the
+    elements in memory order (1-D, every element once), the second returns them.
     """
 
     name: str
@@ -57,7 +57,9 @@ class Codec:
     def pack(self, tensor: Tensor) -> Packed:
         values = _without_repeats(tensor.detach())
         order = _memory_order(values)
-        return Packed(self.encode(values.permute(order).reshape(-1)), tensor.shape, tensor.stride(), tensor.dtype)
+        return Packed(
+            self.encode(values.permute(order).reshape(-1)), tensor.shape, tensor.stride(), tensor.dtype
+        )
 
     @torch.no_grad()
     def unpack(self, packed: Packed) -> Tensor:
@@ -83,7 +85,7 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
 
 
 def _same_strides(tensor: Tensor, stride: tuple[int, ...]) -> bool:
@@ -132,7 +134,7 @@ class _Blockwise(Codec):
         self.block_size = block_size
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        from fastamp import ops
+        from fastamp import ops  # needs the compiled library, which the other formats do without
 
         return tuple(ops.quantize_blockwise(values, format=self.name, block_size=self.block_size))
 
@@ -176,18 +178,23 @@ def check_storage(storage: str | Policy) -> None:
             raise ValueError(f"storage must be one of {', '.join(FORMATS)} or a policy, got {storage!r}")
     elif not callable(storage):
         raise TypeError(
-            f"storage must be a format's name or a callable (tensor, context) -> name, got {type(storage).__name__}"
+            f"storage must be a format's name or a callable (tensor, context) -> name, got "
+            f"{type(storage).__name__}"
         )
 
 
 def codec_for(
-    tensor: Tensor, storage: str | Policy, context: Context | Callable[[], Context], min_bytes: int = MIN_BYTES
+    tensor: Tensor,
+    storage: str | Policy,
+    context: Context | Callable[[], Context],
+    min_bytes: int = MIN_BYTES,
 ) -> Codec:
     """The codec to keep `tensor` with, whatever `storage` asks for where the rules allow it.
 
     Kept as they are: parameters and other leaves (a copy would lose their identity, and would not free them),
     tensor subclasses, integers and complex numbers, tensors under `min_bytes`, and those the format does not
-    make smaller. Bool masks are kept as bits. context may be a function that makes it, called for a policy only.
+    make smaller. Bool masks are kept as bits. context may be a function that makes it, called for a policy
+    only.
     """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < min_bytes:
         return _EXACT
@@ -262,8 +269,8 @@ class Kept:
     def unpack(self) -> Tensor:
         if self._probe._version != self._version:
             raise RuntimeError(
-                f"{self.name} was modified by an in-place operation after the forward kept it for backward (it is "
-                f"at version {self._probe._version}, expected {self._version}); modify a clone instead"
+                f"{self.name} has been modified by an inplace operation since it was kept for backward (it "
+                f"is at version {self._probe._version}, expected {self._version}); modify a clone instead"
             )
         packed = self._packed._replace(tensors=tuple(part.unpack() for part in self._parts))
         return self.codec.unpack(packed).requires_grad_(self._requires_grad)

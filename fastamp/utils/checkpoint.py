@@ -10,9 +10,10 @@ from typing import Any
 import torch.utils.checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import *  # noqa: F403
 
-from fastamp.checkpointing import checkpoint, checkpoint_sequential
+from fastamp.checkpointing import checkpoint as checkpoint
+from fastamp.checkpointing import checkpoint_sequential as checkpoint_sequential
 
-__all__ = sorted({*_torch_checkpoint.__all__, "checkpoint", "checkpoint_sequential"})  # noqa: PLE0605
+__all__ = list(_torch_checkpoint.__all__)
 
 
 def __getattr__(name: str) -> Any:
