@@ -1,9 +1,30 @@
 """Fused mixed-precision primitives for PyTorch: a drop-in GradScaler and checkpoint.
 
-    from fastamp import GradScaler            # in place of torch.amp.GradScaler
-    from fastamp import checkpoint            # in place of torch.utils.checkpoint.checkpoint
+from fastamp import GradScaler            # in place of torch.amp.GradScaler
+from fastamp import checkpoint            # in place of torch.utils.checkpoint.checkpoint
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fastamp._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from fastamp.clip import clip_grad_norm_
+    from fastamp.grad_scaler import GradScaler
+
+__all__ = ["GradScaler", "__version__", "clip_grad_norm_"]
+
+# Imported at first use, so that `import fastamp` loads no compiled code.
+_HOMES = {
+    "GradScaler": "fastamp.grad_scaler",
+    "clip_grad_norm_": "fastamp.clip",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fastamp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
