@@ -92,7 +92,8 @@ def cuda_include_dirs() -> list[Path]:
         if all(any((directory / name).exists() for directory in directories) for name in wanted):
             return [directory for directory in directories if directory.exists()]
     raise Unavailable(
-        "no CUDA headers: set CUDA_HOME, or `pip install nvidia-cuda-runtime nvidia-cuda-crt` (headers only, no GPU)"
+        "no CUDA headers (needed even without a GPU): set CUDA_HOME, or "
+        "`pip install nvidia-cuda-runtime nvidia-cuda-crt`"
     )
 
 
@@ -161,11 +162,11 @@ def build_library(
     root: Path = ROOT,
     flags: Sequence[str] = (),
 ) -> Path:
-    """Builds `sources` (.cpp, and .cu as C++) with the emulator into one shared library and returns its path.
+    """Builds `sources` (.cpp, and .cu as C++) with the emulator into one shared library; returns its path.
 
-    kind is one of KINDS; torch adds torch's headers and libraries for the .cpp files; root is the source tree whose
-    csrc/ is included; flags are added to every compilation. Raises Unavailable if this machine lacks compiler or
-    headers, RuntimeError with the compiler's output if a source does not compile.
+    kind is one of KINDS; torch adds torch's headers and libraries for the .cpp files; root is the source tree
+    whose csrc/ is included; flags are added to every compilation. Raises Unavailable if this machine lacks
+    compiler or headers, RuntimeError with the compiler's output if a source does not compile.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
@@ -232,7 +233,7 @@ def _final_name(temporary: str) -> str:
 
 
 def build(kind: str = "plain", *, root: Path = ROOT) -> Path:
-    """Builds the emulated op library of a source tree and returns its path; see build_library() for what is raised."""
+    """Builds the emulated op library of a source tree, returns its path, raises as build_library() does."""
     defines = ["-DFASTAMP_EMULATED", "-DFASTAMP_NAMESPACE=fastamp_emulated"]
     defines += ["-DTORCH_TARGET_VERSION=0x020a000000000000ULL"]
     return build_library(kind, op_sources(root), name="ops", torch=True, root=root, flags=defines)

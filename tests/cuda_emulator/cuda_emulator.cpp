@@ -176,6 +176,8 @@ struct Fiber {
   void* asan_fake_stack = nullptr;
 };
 
+using FiberTeam = std::vector<Fiber*>;  // one for each thread of a block, see take_team
+
 enum class State : uint8_t { kNew, kReady, kWaiting, kDone };
 
 struct Block;
@@ -201,6 +203,7 @@ struct Votes {
 struct Block {
   uint3 index{};
   std::vector<Thread> threads;
+  FiberTeam* team = nullptr;
   std::vector<std::vector<std::unique_ptr<WarpMeeting>>> meetings;  // per warp; finished ones are used again
   int exited = 0;
 
@@ -241,8 +244,8 @@ struct Scheduler {
   size_t asan_stack_bytes = 0;
 
   std::vector<Fiber*> free_fibers;
-  size_t fiber_count = 0;
-  size_t fibers_wanted = 0;
+  std::vector<FiberTeam*> free_teams;
+  size_t team_count = 0;
 
   std::vector<LaunchRecord> records;
   uint64_t blocks_launched = 0;  // since the records were cleared
@@ -350,56 +353,91 @@ unsigned char* allocate_stack() {
   return static_cast<unsigned char*>(memory) + kGuardBytes;
 }
 
-Fiber* take_fiber() {
-  std::vector<Fiber*>& pool = scheduler.free_fibers;
-  Fiber* fiber = nullptr;
+Fiber* new_fiber() {
+  Fiber* const fiber = new Fiber;
+  fiber->stack = allocate_stack();
+  return fiber;
+}
+
 #if defined(CUDA_EMULATOR_TSAN)
-  // Creating a TSan fiber takes milliseconds (gcc 12), so one runs many CUDA threads in turn. Two threads that ran on
-  // one fiber look ordered to TSan; so there are at least two blocks' worth of fibers, none runs twice within a
-  // block, and the pick is random: a race hidden in one launch shows in another.
-  const bool take_from_pool = !pool.empty() && scheduler.fiber_count >= scheduler.fibers_wanted;
-  if (take_from_pool) {
-    std::swap(pool[random_bits() % pool.size()], pool.back());
+
+// Creating a TSan fiber takes about a millisecond, so fibers run many CUDA threads in turn; and two threads that ran
+// on one fiber look ordered to TSan. So each block takes a whole team of fibers, one a thread, at random from more
+// teams than can be resident: what one block does to another is then hidden only if both get the same team.
+constexpr size_t kSpareTeams = 2;
+
+void take_team(Block& block) {
+  std::vector<FiberTeam*>& teams = scheduler.free_teams;
+  if (scheduler.team_count < settings.resident_blocks + kSpareTeams) {
+    scheduler.team_count++;
+    block.team = new FiberTeam;
+    return;
   }
-#else
-  const bool take_from_pool = !pool.empty();
-#endif
-  if (take_from_pool) {
-    fiber = pool.back();
-    pool.pop_back();
-  } else {
-    fiber = new Fiber;
-    fiber->stack = allocate_stack();
-    scheduler.fiber_count++;
+  const size_t pick = random_bits() % teams.size();
+  block.team = teams[pick];
+  teams.erase(teams.begin() + static_cast<std::ptrdiff_t>(pick));
+}
+
+Fiber* take_fiber(Thread& thread) {
+  FiberTeam& team = *thread.block->team;
+  while (team.size() <= static_cast<size_t>(thread.linear)) {
+    team.push_back(new_fiber());
   }
-#if defined(CUDA_EMULATOR_TSAN)
+  Fiber* const fiber = team[static_cast<size_t>(thread.linear)];
   if (fiber->tsan_fiber == nullptr) {
     fiber->tsan_fiber = __tsan_create_fiber(0);
   }
-#endif
-  fiber->context.prepare(fiber->stack, kStackBytes, fiber_entry);
   return fiber;
 }
 
 void give_back_fiber(Thread& thread) {
-  Fiber* const fiber = thread.fiber;
-  if (fiber == nullptr) {
-    return;
+  if (thread.fiber != nullptr && thread.state != State::kDone) {
+    // Abandoned after an error. The host has to be ordered after all it did: a switch there and back without the
+    // no_sync flag does that. TSan's view of the fiber (its call stack, what it ignores) cannot be unwound; it is
+    // forgotten, not destroyed, because TSan would report the state it ends in.
+    __tsan_switch_to_fiber(thread.fiber->tsan_fiber, 0);
+    __tsan_switch_to_fiber(scheduler.tsan_fiber, 0);
+    thread.fiber->tsan_fiber = nullptr;
   }
   thread.fiber = nullptr;
-  asan_unpoison(fiber->stack, kStackBytes);
-#if defined(CUDA_EMULATOR_TSAN)
-  if (thread.state != State::kDone) {  // abandoned after an error: its call stack, as TSan knows it, is not empty
-    __tsan_destroy_fiber(fiber->tsan_fiber);
-    fiber->tsan_fiber = nullptr;
-  }
-#endif
-  scheduler.free_fibers.push_back(fiber);
 }
+
+void give_back_team(Block& block) {
+  scheduler.free_teams.push_back(block.team);
+  block.team = nullptr;
+}
+
+#else
+
+// One stack for all threads of a block that never waits is the fastest: it stays in the cache.
+Fiber* take_fiber(Thread&) {
+  std::vector<Fiber*>& pool = scheduler.free_fibers;
+  if (pool.empty()) {
+    return new_fiber();
+  }
+  Fiber* const fiber = pool.back();
+  pool.pop_back();
+  return fiber;
+}
+
+void give_back_fiber(Thread& thread) {
+  if (thread.fiber == nullptr) {
+    return;
+  }
+  asan_unpoison(thread.fiber->stack, kStackBytes);
+  scheduler.free_fibers.push_back(thread.fiber);
+  thread.fiber = nullptr;
+}
+
+void take_team(Block&) {}
+void give_back_team(Block&) {}
+
+#endif
 
 void run_thread(Thread& thread) {
   if (thread.state == State::kNew) {
-    thread.fiber = take_fiber();
+    thread.fiber = take_fiber(thread);
+    thread.fiber->context.prepare(thread.fiber->stack, kStackBytes, fiber_entry);
   }
   thread.state = State::kReady;
   scheduler.running = &thread;
@@ -762,6 +800,7 @@ std::unique_ptr<Block> make_block(uint64_t linear_index, const Launch& launch) {
     thread.block = block.get();
   }
   allocate_shared(*block, launch.dynamic_shared_bytes);
+  take_team(*block);
   return block;
 }
 
@@ -769,6 +808,7 @@ void release_block(Block& block) {
   for (Thread& thread : block.threads) {
     give_back_fiber(thread);
   }
+  give_back_team(block);
   asan_unpoison(block.shared, block.shared_capacity);
   std::free(block.shared);
 }
@@ -932,7 +972,6 @@ void run_grid(const Launch& launch, const std::function<void()>& thread_body) {
   scheduler.thread_body = &thread_body;
   scheduler.failed = false;
   scheduler.random_state = settings.seed * 0x9E3779B97F4A7C15ull + 0x1234567;
-  scheduler.fibers_wanted = size_t{launch.block.x} * launch.block.y * launch.block.z * (settings.resident_blocks + 1);
 #if defined(CUDA_EMULATOR_TSAN)
   scheduler.tsan_fiber = __tsan_get_current_fiber();
 #endif

@@ -31,7 +31,7 @@ class Emulator:
         self._library.cuda_emulator_switches.restype = ctypes.c_uint64
 
     def configure(self, **settings: Any) -> None:
-        """Sets the named settings (struct Settings of cuda_emulator.h) and returns all others to their defaults."""
+        """Sets the named settings (struct Settings of cuda_emulator.h); others return to their defaults."""
         text = " ".join(f"{name}={value}" for name, value in settings.items())
         error = self._library.cuda_emulator_configure(text.encode()).decode()
         if error:
