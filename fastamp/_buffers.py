@@ -49,7 +49,7 @@ class _Search:
         else:
             self._callable(function, self.modules, 3)
         for value in args:
-            if not isinstance(value, Tensor):
+            if type(value) not in _PLAIN:
                 self._value(value, self.modules, 2)
 
     def _callable(self, function: Any, found: list[nn.Module], depth: int) -> None:
@@ -131,31 +131,27 @@ class BufferRecord:
     __slots__ = ("_copy_all", "_finished", "_seen")
 
     def __init__(self, function: Any, args: Iterable[Any], copy_all: bool = False) -> None:
-        search = _Search(function, args)
         self._copy_all = copy_all
         self._finished = False
         self._seen: list[_Seen] = []
+        search = _Search(function, args)
         visited: set[int] = set()
-        self._walk(search.modules, search.compiled, visited, in_place=False)
-        self._walk(search.compiled, search.compiled, visited, in_place=True)
-
-    def _walk(
-        self, stack: list[nn.Module], compiled: list[nn.Module], visited: set[int], in_place: bool
-    ) -> None:
-        while stack:
-            module = stack.pop()
-            if id(module) in visited:
-                continue
-            state = module.__dict__
-            if not in_place and _is_compiled(module, state):
-                compiled.append(module)
-                continue
-            visited.add(id(module))
-            if state["_buffers"]:
-                self._note(module, state["_buffers"], in_place)
-            children = state["_modules"]
-            if children:
-                stack.extend(child for child in children.values() if child is not None)
+        for in_place, stack in ((False, search.modules), (True, search.compiled)):
+            while stack:
+                module = stack.pop()
+                if module is None or id(module) in visited:
+                    continue
+                # Straight from the dictionary: this runs for every module of every call.
+                state = module.__dict__
+                children = state["_modules"]
+                if not in_place and _may_be_compiled(state, children) and _is_compiled(module):
+                    search.compiled.append(module)
+                    continue
+                visited.add(id(module))
+                if state["_buffers"]:
+                    self._note(module, state["_buffers"], in_place)
+                if children:
+                    stack.extend(children.values())
 
     def _note(self, module: nn.Module, buffers: _Buffers, in_place: bool) -> None:
         training = module.training
@@ -217,11 +213,16 @@ def _buffer(module: nn.Module, name: str) -> Tensor | None:
     return buffers[name] if name in buffers else None
 
 
-def _is_compiled(module: nn.Module, state: dict[str, Any]) -> bool:
+def _may_be_compiled(state: dict[str, Any], children: Any) -> bool:
+    return "forward" in state or "_compiled_call_impl" in state or "_c" in state or "_orig_mod" in children
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether compiled code reads this module's buffers, and those of the modules in it, below Python."""
     return (
-        "_compiled_call_impl" in state
-        or "_orig_mod" in state["_modules"]
-        or hasattr(state.get("forward"), "_torchdynamo_orig_callable")
+        module.__dict__.get("_compiled_call_impl") is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
         or isinstance(module, torch.jit.ScriptModule)
     )
 

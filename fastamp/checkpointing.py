@@ -13,11 +13,10 @@ import functools
 import inspect
 import random
 import sys
-import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -866,19 +865,21 @@ _DIGEST_CHUNK = 1 << 18
 # --- selective checkpointing and saved-tensor hooks
 
 
-@contextlib.contextmanager
-def _checkpoint_hook_before_2_14(frame: _Frame) -> Iterator[None]:
+class _CheckpointHookBefore214(_torch_checkpoint._checkpoint_hook):
     """torch's hook, which also knows the user's hooks beneath it, as torch's own does from 2.14 on."""
-    hook: Any = _torch_checkpoint._checkpoint_hook(frame)
-    hook.pack_hook._user_hooks = _user_hooks()
-    try:
-        with hook:
-            yield
-    finally:
-        del hook.pack_hook._user_hooks  # it must not outlive the forward: the graph keeps pack_hook
+
+    pack_hook: Any
+
+    def __enter__(self) -> None:
+        self.pack_hook._user_hooks = _user_hooks()
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        del self.pack_hook._user_hooks  # the graph keeps pack_hook, and must not keep these
+        super().__exit__(*args)
 
 
-_checkpoint_hook = _torch_checkpoint._checkpoint_hook if _SAC_HOOKS_IN_TORCH else _checkpoint_hook_before_2_14
+_checkpoint_hook = _torch_checkpoint._checkpoint_hook if _SAC_HOOKS_IN_TORCH else _CheckpointHookBefore214
 
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
@@ -950,32 +951,35 @@ class _ReentrantCall:
         self, function: Any, args: tuple[Any, ...], preserve_rng_state: bool | str, check_values: bool
     ) -> None:
         self._function = function
-        self._preserve = preserve_rng_state
+        self._record: BufferRecord | None = BufferRecord(function, args)
+        self._host_state = _host_random_state() if preserve_rng_state == "all" else None
         self._check_values = check_values
+        self._fingerprints: list[_Fingerprint] = []
         self._ran = False
-        self._lock = threading.Lock()
+        # torch holds containers as they are, so this only has to notice writes to what they hold.
+        self._nested: list[tuple[str, Tensor, int]] = []
+        self._unpreserved = None
+        if not preserve_rng_state or not all(type(arg) in _PLAIN for arg in args):
+            inputs = _Inputs(args, {})
+            for leaf in inputs.nested():
+                tensor = inputs.leaves[leaf]
+                self._nested.append((inputs.name(leaf), tensor, tensor._version))
+            if not preserve_rng_state:
+                tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor) and not leaf.is_cpu]
+                self._unpreserved = _UnpreservedRandomness.watch(tensors)
 
     def __call__(self, *args: Any) -> Any:
         return self._recompute(args) if self._ran else self._forward(args)
 
     def _forward(self, args: tuple[Any, ...]) -> Any:
-        inputs = _Inputs(args, {})
-        record = BufferRecord(self._function, args)
-        # torch holds containers as they are, so this only has to notice writes to what they hold.
-        self._nested = [
-            (inputs.name(leaf), inputs.leaves[leaf], inputs.leaves[leaf]._version) for leaf in inputs.nested()
-        ]
-        self._host_state = _host_random_state() if self._preserve == "all" else None
-        unpreserved = None
-        if not self._preserve:
-            devices = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor) and not leaf.is_cpu]
-            unpreserved = _UnpreservedRandomness.watch(devices)
         output = self._function(*args)
-        self._buffers = record.finish()
-        self._fingerprints = self._fingerprint(output)
-        if unpreserved is not None:
-            unpreserved.warn_if_used()
         self._ran = True
+        self._record = self._record.finish() if self._record is not None else None
+        if self._check_values:
+            self._fingerprints = _output_fingerprints(output)
+        if self._unpreserved is not None:
+            self._unpreserved.warn_if_used()
+            self._unpreserved = None
         return output
 
     def _recompute(self, args: tuple[Any, ...]) -> Any:
@@ -985,25 +989,30 @@ class _ReentrantCall:
                     f"checkpoint: {name} has been modified by an inplace operation since the forward, which "
                     "needs it again to recompute; modify a clone instead"
                 )
-        with contextlib.ExitStack() as stack:
-            if self._host_state is not None:
-                stack.callback(_set_host_random_state, _host_random_state())
-                _set_host_random_state(self._host_state)
-            if self._buffers is not None:
-                stack.enter_context(self._buffers.recomputing())
+        if self._record is None and self._host_state is None:
             output = self._function(*args)
-        if self._fingerprint(output) != self._fingerprints:
-            raise CheckpointError(
-                "checkpoint: the recomputed outputs differ from the forward's:\n"
-                f"forward: {self._fingerprints}\nrecomputed: {self._fingerprint(output)}"
-            )
+        else:
+            with contextlib.ExitStack() as stack:
+                if self._host_state is not None:
+                    stack.callback(_set_host_random_state, _host_random_state())
+                    _set_host_random_state(self._host_state)
+                if self._record is not None:
+                    stack.enter_context(self._record.recomputing())
+                output = self._function(*args)
+        if self._check_values:
+            recomputed = _output_fingerprints(output)
+            if recomputed != self._fingerprints:
+                raise CheckpointError(
+                    "checkpoint: the recomputed outputs differ from the forward's:\n"
+                    f"forward: {self._fingerprints}\nrecomputed: {recomputed}"
+                )
         return output
 
-    def _fingerprint(self, output: Any) -> list[_Fingerprint]:
-        if not self._check_values:
-            return []
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        marks = [_Fingerprint(value, True) for value in outputs if isinstance(value, Tensor)]
-        for mark in marks:
-            mark.settle()
-        return marks
+
+def _output_fingerprints(output: Any) -> list[_Fingerprint]:
+    fingerprints = [
+        _Fingerprint(leaf, True) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)
+    ]
+    for fingerprint in fingerprints:
+        fingerprint.settle()
+    return fingerprints
