@@ -12,13 +12,17 @@ from fastamp._version import __version__
 if TYPE_CHECKING:
     from fastamp.clip import clip_grad_norm_
     from fastamp.grad_scaler import GradScaler
+    from fastamp.patching import patch, patched, unpatch
 
-__all__ = ["GradScaler", "__version__", "clip_grad_norm_"]
+__all__ = ["GradScaler", "__version__", "clip_grad_norm_", "patch", "patched", "unpatch"]
 
 # Imported at first use, so that `import fastamp` loads no compiled code.
 _HOMES = {
     "GradScaler": "fastamp.grad_scaler",
     "clip_grad_norm_": "fastamp.clip",
+    "patch": "fastamp.patching",
+    "patched": "fastamp.patching",
+    "unpatch": "fastamp.patching",
 }
 
 

@@ -30,7 +30,8 @@ from fastamp._buffers import BufferRecord
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 
-_TORCH_ARGUMENTS = frozenset(inspect.signature(_torch_checkpoint.checkpoint).parameters)
+_TORCH_CHECKPOINT = _torch_checkpoint.checkpoint
+_TORCH_ARGUMENTS = frozenset(inspect.signature(_TORCH_CHECKPOINT).parameters)
 _DETERMINISM_CHECKS = ("default", "none", "values")
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 # From 2.14 on, torch itself can pass what selective checkpointing saves through hooks.
@@ -203,7 +204,10 @@ def _traced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config
         own["early_stop"] = False
     if _SAC_HOOKS_IN_TORCH and config["respect_saved_tensors_hooks"] is not None:
         own["respect_saved_tensors_hooks"] = config["respect_saved_tensors_hooks"]
-    return _torch_checkpoint.checkpoint(function, *args, **own, **kwargs)
+    # Dynamo knows the one that torch's module holds at the moment, which fastamp.patch() may have replaced.
+    if torch.compiler.is_dynamo_compiling():
+        return _torch_checkpoint.checkpoint(function, *args, **own, **kwargs)
+    return _TORCH_CHECKPOINT(function, *args, **own, **kwargs)
 
 
 # As in torch: a compiler that breaks its graph at a checkpoint must not compile the innards of checkpointing.

@@ -21,6 +21,9 @@ __all__ = ["GradScaler", "OptState", "OverflowedParameter"]
 
 _Skip = bool | list[Tensor]
 
+# By a name of its own: fastamp.patch() puts another class at torch.amp.GradScaler.
+_TorchGradScaler = torch.amp.GradScaler
+
 # update_scale_ takes an int32 interval; a tracker that counts single steps never reaches this one.
 _NEVER = 2**31 - 1
 # Default settings halve 65536 to 2**-4 in this many steps: no overflow is the scale's doing by then.
@@ -127,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         # Not super(): fastamp.cuda.amp.GradScaler also inherits from torch.cuda.amp.GradScaler, whose
         # __init__ takes other arguments.
-        torch.amp.GradScaler.__init__(
+        _TorchGradScaler.__init__(
             self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         if not self._enabled:
