@@ -15,7 +15,6 @@ import platform
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import torch
@@ -32,8 +31,10 @@ def sources(*patterns: str) -> list[str]:
 
 
 def stop(problem: str, cure: str) -> None:
-    sys.exit(f"\nfastamp: CUDA was asked for, but {problem}.\n  To build with CUDA: {cure}\n"
-             "  To build for CPU only: unset FORCE_CUDA and TORCH_CUDA_ARCH_LIST, or set FORCE_CUDA=0.\n")
+    sys.exit(
+        f"\nfastamp: CUDA was asked for, but {problem}.\n  To build with CUDA: {cure}\n"
+        "  To build for CPU only: unset FORCE_CUDA and TORCH_CUDA_ARCH_LIST, or set FORCE_CUDA=0.\n"
+    )
 
 
 def nvcc_release(cuda_home: str) -> tuple[int, int] | None:
@@ -56,19 +57,28 @@ def wants_cuda() -> bool:
     if not asked:
         return bool(home) and torch.version.cuda is not None and torch.cuda.is_available()
     if torch.version.cuda is None:
-        stop(f"the installed torch {torch.__version__} is a CPU build",
-             "install a CUDA build of torch into this environment, then build again with --no-build-isolation")
+        stop(
+            f"the installed torch {torch.__version__} is a CPU build",
+            "install a CUDA build of torch into this environment, then build again with --no-build-isolation",
+        )
     if not home:
-        stop("no CUDA toolkit was found (no nvcc on PATH, CUDA_HOME is not set)",
-             f"install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to its folder")
+        stop(
+            "no CUDA toolkit was found (no nvcc on PATH, CUDA_HOME is not set)",
+            f"install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to its folder",
+        )
     release = nvcc_release(home)
     if release is None:
-        stop(f"there is no working nvcc in {home}/bin (CUDA_HOME)", "set CUDA_HOME to the folder of a CUDA toolkit")
+        stop(
+            f"there is no working nvcc in {home}/bin (CUDA_HOME)",
+            "set CUDA_HOME to the folder of a CUDA toolkit",
+        )
     if release[0] != int(torch.version.cuda.split(".")[0]):
-        stop(f"nvcc in {home} is release {release[0]}.{release[1]} and torch {torch.__version__} was built with CUDA "
-             f"{torch.version.cuda}",
-             f"set CUDA_HOME to a CUDA {torch.version.cuda.split('.')[0]} toolkit, or install a torch built with CUDA "
-             f"{release[0]}")
+        stop(
+            f"nvcc in {home} is release {release[0]}.{release[1]} and torch {torch.__version__} was built with CUDA "
+            f"{torch.version.cuda}",
+            f"set CUDA_HOME to a CUDA {torch.version.cuda.split('.')[0]} toolkit, or install a torch built with CUDA "
+            f"{release[0]}",
+        )
     return True
 
 
@@ -76,12 +86,15 @@ def arch_flags() -> list[str]:
     """-gencode flags: TORCH_CUDA_ARCH_LIST where it is set, else all that both nvcc and torch know, with PTX of the
     newest, from 7.0 (CUDA 12) or 7.5 (CUDA 13) up."""
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        out = subprocess.run([str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"), "--list-gpu-arch"],
-                             capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"), "--list-gpu-arch"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         known = sorted({int(n) for n in re.findall(r"compute_(\d+)\b", out.stdout)})
         wanted = [n for n in (70, 75, 80, 86, 89, 90, 100, 120) if n in known]
-        os.environ["TORCH_CUDA_ARCH_LIST"] = (
-            " ".join(f"{n // 10}.{n % 10}" for n in wanted) + "+PTX" if wanted else "")
+        os.environ["TORCH_CUDA_ARCH_LIST"] = " ".join(f"{n // 10}.{n % 10}" for n in wanted) + "+PTX" if wanted else ""
     return cpp_extension._get_cuda_arch_flags()
 
 
@@ -120,15 +133,32 @@ def extensions() -> list[Extension]:
         gencode = arch_flags()
         archs = re.findall(r"code=(\w+)", " ".join(gencode))
         # No fast-math: subnormals and NaN must survive. -fmad=false for the same reason as -ffp-contract=off.
-        flags["nvcc"] = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-DUSE_CUDA",
-                         "-Xcompiler=-Wall,-fvisibility=hidden", "--expt-relaxed-constexpr", *stable]
+        flags["nvcc"] = [
+            "-std=c++17",
+            "-O3",
+            "-fmad=false",
+            "-lineinfo",
+            "-DUSE_CUDA",
+            "-Xcompiler=-Wall,-fvisibility=hidden",
+            "--expt-relaxed-constexpr",
+            *stable,
+        ]
         libraries += ["torch_cuda", "cudart"]
         library_dirs.append(str(Path(cpp_extension.CUDA_HOME) / "lib64"))
     (ROOT / "fastamp" / "_build_info.py").write_text(build_info(cuda, archs))
-    ops = Extension("fastamp._ops", ops_sources, include_dirs=include, extra_compile_args=flags,
-                    library_dirs=library_dirs, libraries=libraries, py_limited_api=True, language="c++")
-    host = cpp_extension.CppExtension("fastamp._host", ["csrc/host.cpp"], include_dirs=include,
-                                      extra_compile_args={"cxx": [*cxx, *system]})
+    ops = Extension(
+        "fastamp._ops",
+        ops_sources,
+        include_dirs=include,
+        extra_compile_args=flags,
+        library_dirs=library_dirs,
+        libraries=libraries,
+        py_limited_api=True,
+        language="c++",
+    )
+    host = cpp_extension.CppExtension(
+        "fastamp._host", ["csrc/host.cpp"], include_dirs=include, extra_compile_args={"cxx": [*cxx, *system]}
+    )
     return [ops, host]
 
 

@@ -47,6 +47,11 @@ void register_kernels(torch::stable::detail::StableLibrary& m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, CPU, m) { register_kernels(m); }
 STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, CUDA, m) { register_kernels(m); }
+// No kernel takes sparse tensors: registered here, the ops' own checks say so, and what to do.
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, SparseCPU, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, SparseCUDA, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, SparseCsrCPU, m) { register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(FASTAMP_NAMESPACE, SparseCsrCUDA, m) { register_kernels(m); }
 
 namespace fastamp {
 namespace {

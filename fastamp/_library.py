@@ -16,7 +16,10 @@ from types import ModuleType
 
 import torch
 
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps fastamp   (or, in a checkout: pip install --no-build-isolation -e .)"
+REBUILD = (
+    "pip install --no-build-isolation --force-reinstall --no-deps fastamp\n"
+    "    (in a checkout: pip install --no-build-isolation -e .)"
+)
 
 
 def _load_ops() -> str:

@@ -108,9 +108,7 @@ def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
     return _ops.clip_coefficient(total_norm, max_norm)
 
 
-def accumulate_(
-    main_grads: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> None:
+def accumulate_(main_grads: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """`main_grads[i] += grads[i].float() * inv_scale`, and the check of the sums, in one pass.
 
     For gradient accumulation in float32 beside a model in half precision. Product and sum are rounded one after the
@@ -194,9 +192,17 @@ def scale_losses(losses: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     return _ops.scale_losses(losses, scale)
 
 
-# ---- fake kernels and autograd --------------------------------------------------------------------------------------
+# ---- fake kernels and autograd ----------------------------------------------------------------------------
 
 _fake = torch.library.register_fake
+
+
+def _one_device(*args: object) -> None:
+    """A list that mixes devices must fail while it is traced too, and not only when it runs."""
+    tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, Tensor)]
+    devices = {str(t.device) for t in tensors}
+    if len(devices) > 1:
+        raise RuntimeError(f"all tensors must be on one device, got {sorted(devices)}: call the op once for each")
 
 
 @_fake("fastamp::unscale_")
@@ -205,11 +211,12 @@ _fake = torch.library.register_fake
 @_fake("fastamp::accumulate_")
 @_fake("fastamp::update_scale_")
 def _(*args: object, **kwargs: object) -> None:
-    return None
+    _one_device(*args, *kwargs.values())
 
 
 @_fake("fastamp::unscale_norm_")
 def _(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> tuple[Tensor, Tensor]:
+    _one_device(grads, found_inf, inv_scale)
     double = len(grads) > 0 and all(g.dtype in (torch.float64, torch.complex128) for g in grads)
     dtype = torch.float64 if double else torch.float32
     return found_inf.new_empty((), dtype=dtype), found_inf.new_empty((len(grads),), dtype=dtype)
@@ -227,6 +234,7 @@ def _scaled_dtype(loss: Tensor) -> torch.dtype:
 
 @_fake("fastamp::scale_losses")
 def _(losses: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    _one_device(losses, scale)
     return [loss.new_empty(loss.shape, dtype=_scaled_dtype(loss)) for loss in losses]
 
 
@@ -243,5 +251,13 @@ def _scale_losses_backward(ctx, grads):
 
 
 torch.library.register_autograd("fastamp::scale_losses", _scale_losses_backward, setup_context=_scale_losses_setup)
+
+# ---- conjugate and negative views -----------------------------------------------------------------------------
+
+# A real factor commutes with both, so the kernels work on the memory as it lies; torch's fallback refuses lists.
+_views = torch.library.Library("fastamp", "IMPL")
+for _name in ("unscale_", "check_", "unscale_norm_", "clip_"):
+    for _key in ("Conjugate", "Negative"):
+        _views.impl(_name, torch.library.fallthrough_kernel, _key)
 
 assert _library.ops_path  # the import above loaded the operators that this module names

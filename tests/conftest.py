@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,17 @@ class Backend:
     def __repr__(self) -> str:
         return self.name
 
+    def schedules(self) -> Iterator[None]:
+        """One pass of a loop for each order in which the emulator can run threads; a single pass elsewhere."""
+        if self.emulator is None:
+            yield
+            return
+        from cuda_emulator.emulator import SCHEDULES
+
+        for schedule in SCHEDULES:
+            with self.emulator.settings(**schedule):
+                yield
+
 
 def _op_names() -> list[str]:
     return [name for name in fastamp.ops.__all__ if hasattr(torch.ops.fastamp, name)]
@@ -66,15 +78,24 @@ def _why_missing(name: str) -> str:
 _made: dict[str, Backend] = {}
 
 
-@pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    name = request.param
+def _backend(name: str) -> Backend:
     if name not in _made:
         reason = _why_missing(name)
         if reason:
             pytest.skip(reason)
         _made[name] = Backend(name)
     return _made[name]
+
+
+@pytest.fixture(params=_BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return _backend(request.param)
+
+
+@pytest.fixture
+def emulated() -> Backend:
+    """For what only the emulator can tell, such as what was launched."""
+    return _backend("cuda-emulated")
 
 
 @pytest.fixture
