@@ -121,9 +121,9 @@ def extensions() -> list[Extension]:
     # As system headers, so that torch's own warnings do not hide ours.
     system = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     # -ffp-contract=off: a*b+c is two roundings unless the source says fma, so that CPU and CUDA agree to the bit.
-    cxx = ["-std=c++17", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
+    cxx = ["-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
     stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
-    flags = {"cxx": cxx + stable + system}
+    flags = {"cxx": ["-std=c++17", *cxx, *stable, *system]}
     ops_sources = [s for s in sources("csrc/*.cpp", "csrc/cpu/*.cpp") if s != "csrc/host.cpp"]
     library_dirs, libraries, archs = [str(Path(torch.__file__).parent / "lib")], ["torch_cpu", "c10"], []
     if cuda:
@@ -156,6 +156,7 @@ def extensions() -> list[Extension]:
         py_limited_api=True,
         language="c++",
     )
+    # No -std here: torch's headers need the standard that torch's own build helper picks.
     host = cpp_extension.CppExtension(
         "fastamp._host", ["csrc/host.cpp"], include_dirs=include, extra_compile_args={"cxx": [*cxx, *system]}
     )
