@@ -1,0 +1,408 @@
+"""`estimate`: the memory of a training step without running it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+from torch.utils import _pytree as pytree
+
+from fastamp.memory import _blocks, _optimizers
+from fastamp.memory._cuda_kernels import cuda_kernels
+from fastamp.memory._recorder import Recorder
+from fastamp.memory._simulate import FakeModel, NotTraceable, fake_mode_of
+from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs
+from fastamp.memory._trace import Trace
+from fastamp.memory.report import MemoryReport, Parameters, fill
+
+
+def estimate(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    optimizer: Any = "adamw",
+    precision: str | torch.dtype | None = None,
+    mode: str = "train",
+    checkpoint: Any = None,
+    store: Any = None,
+    accumulation: int = 1,
+    loss: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    fallback: str = "raise",
+) -> MemoryReport:
+    """The memory of one step of `model`, computed on fake tensors: none of the model's memory is allocated.
+
+    Args:
+        model: a module with real, meta or fake parameters. It is as before afterwards.
+        example_inputs: one argument, a tuple of arguments or a mapping of keyword arguments. Only shapes,
+            dtypes and the nesting matter; tensors may be on the meta device.
+        optimizer: a torch optimizer, its class, a callable taking the parameters, or a name ("adamw", "sgd",
+            ...); None for none. State is what the optimizer itself makes in a simulated step.
+        precision: "fp32", "fp16", "bf16" (parameters in that type), "fp16-amp", "bf16-amp" (autocast over the
+            parameters as they are), or None: the model as it is.
+        mode: "train"; "finetune", which insists that something is frozen (frozen parameters have no gradients
+            and no states in either); or "inference", without gradients, states or saved activations.
+        checkpoint: True for every repeated block, a number n for every n-th, or names of modules
+            ("layers.*").
+        store: a storage format for what blocks keep, or a mapping from module names to formats; see
+            `fastamp.store_activations`.
+        accumulation: micro-batches to one optimizer step. `example_inputs` is one micro-batch.
+        loss: gives the loss from the model's output; without it the output's own `.loss`, else its sum.
+        device: whose kernels are assumed: "cpu" or "cuda" (default: the model's own; CUDA for a meta model).
+        fallback: where fake tensors cannot run the model: "raise" NotTraceable, which names the module, or
+            "measure" one real step of a copy of the model, which does allocate.
+
+    Returns:
+        a MemoryReport; `print(report)` shows the table.
+
+    Raises:
+        TypeError, ValueError: for arguments that are wrong, before anything has run.
+        NotTraceable: see `fallback`.
+    """
+    setting = Setting(model, example_inputs, optimizer, precision, mode, accumulation, loss, device)
+    treatments = treatments_of(model, checkpoint, store)
+    if fallback not in ("raise", "measure"):
+        raise ValueError(f'fallback must be "raise" or "measure", got {fallback!r}')
+    try:
+        return setting.simulate(treatments)
+    except NotTraceable as problem:
+        if fallback == "raise":
+            raise
+        return setting.measure_copy(treatments, str(problem))
+
+
+def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, str]:
+    """Name of module -> treatment, from estimate's arguments `checkpoint` and `store`."""
+    chosen: dict[str, str] = {}
+    if checkpoint is not None and checkpoint is not False:
+        chosen.update(dict.fromkeys(_blocks.chosen_blocks(model, checkpoint, "checkpoint"), "checkpoint"))
+    if store is not None and store is not False:
+        formats = store if isinstance(store, Mapping) else {None: store}
+        for pattern, form in formats.items():
+            for name in _blocks.chosen_blocks(model, True if pattern is None else pattern, "store"):
+                chosen[name] = _blocks.stored(chosen.get(name, "keep"), form)
+    return chosen
+
+
+class Setting:
+    """All that decides a step's memory except how its blocks are treated. Checks its arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        optimizer: Any,
+        precision: str | torch.dtype | Precision | None,
+        mode: str,
+        accumulation: int,
+        loss: Callable[[Any], Tensor] | None,
+        device: str | torch.device | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if isinstance(accumulation, bool) or not isinstance(accumulation, int):
+            raise TypeError(
+                f"accumulation must be a number of micro-batches, got {type(accumulation).__name__}"
+            )
+        if accumulation < 1:
+            raise ValueError(f"accumulation must be at least 1, got {accumulation}")
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss must be a function of the model's output, got {type(loss).__name__}")
+        _optimizers.check(optimizer)
+        self.model = model
+        self.args, self.kwargs = split_inputs(example_inputs)
+        self.optimizer = _optimizers.unwrapped(optimizer) if mode != "inference" else None
+        self.precision = precision_of(precision)
+        self.mode = mode
+        self.accumulation = accumulation
+        self.loss = loss or default_loss
+        self.device_type = _device_type(model, device)
+        parameters = list(model.parameters())
+        frozen = sum(not p.requires_grad for p in parameters)
+        if mode == "finetune" and not frozen:
+            raise ValueError(
+                f"mode='finetune' expects frozen parameters, and all {len(parameters)} require gradients: "
+                "call "
+                "requires_grad_(False) on those to freeze, or say mode='train'"
+            )
+        if mode != "inference" and frozen == len(parameters):
+            raise ValueError(f"mode={mode!r}: no parameter of {type(model).__name__} requires gradients")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            _optimizers.build(self.optimizer, {id(p): p for p in parameters}, foreach=False)
+
+    # --- the step on fake tensors ---
+
+    def simulate(self, treatments: Mapping[str, str] | None = None) -> MemoryReport:
+        """The report of one steady step with these treatments of blocks."""
+        trace, first_peak, notes = self.trace(treatments or {})
+        return self.report(trace, treatments or {}, first_peak, notes)
+
+    def trace(self, treatments: Mapping[str, str], args: Any = None) -> tuple[Trace, int | None, list[str]]:
+        mode = fake_mode_of(self.model)
+        training = self.mode != "inference"
+        real_cuda = self.device_type == "cuda" and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if real_cuda else torch.device("cpu")
+        with FakeModel(
+            self.model, mode, device, self.precision.parameters, lambda _, p: training and p.requires_grad
+        ) as fake:
+            args, kwargs = fake.fake_tree((self.args, self.kwargs) if args is None else args)
+            undo = _blocks.apply(self.model, treatments)
+            emulated = self.device_type == "cuda" and not real_cuda
+            try:
+                with mode, cuda_kernels() if emulated else contextlib.nullcontext():
+                    step = Step(self.model, args, kwargs, self.precision, self.loss, device.type)
+                    return self._run(step, fake)
+            finally:
+                undo()
+
+    def _run(self, step: Step, fake: FakeModel) -> tuple[Trace, int | None, list[str]]:
+        notes: list[str] = []
+        recorder = Recorder(self.model)
+        recorder.note_inputs(step.args, step.kwargs)
+        if self.mode == "inference":
+            with recorder, _explained(self.model):
+                output = step.infer()
+            trace = recorder.finish()
+            del output
+            return trace, None, notes
+        optimizer = _optimizers.build(self.optimizer, fake.parameters, foreach=self.device_type == "cuda")
+        with recorder:
+            with _explained(self.model):
+                # The second micro-batch meets the gradients of the first; a third would be like the second.
+                for _ in range(min(self.accumulation, 2)):
+                    step.train()
+            start = stop = len(recorder.trace.events)
+            if optimizer is not None:
+                stop = self._optimizer_steps(optimizer, recorder, notes)
+                optimizer.zero_grad()
+        trace = recorder.finish()
+        if stop == start:
+            return trace, None, notes
+        first_peak = _peak(trace, stop)
+        return trace.steady(start, stop), first_peak, notes
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, recorder: Recorder, notes: list[str]) -> int:
+        """Takes the optimizer step that makes the states and another one; the number of the event between
+
+        them.
+        """
+        name = type(optimizer).__name__
+        known = _optimizers.known_state(optimizer)
+        if known is None:
+            try:
+                with _optimizers.AnyScalar():
+                    optimizer.step()
+                    between = len(recorder.trace.events)
+                    optimizer.step()
+                return between
+            except Exception as problem:  # a stranger's optimizer may raise anything on fake tensors
+                size = _optimizers.state_after_one_step(optimizer)
+                if size is None:
+                    notes.append(
+                        f"the states of {name} are unknown and counted as nothing: its step runs neither on "
+                        "fake "
+                        f"tensors ({type(problem).__name__}: {problem}) nor on CPU stand-ins"
+                    )
+                    return len(recorder.trace.events)
+                notes.append(f"the states of {name} were counted after one real step on CPU stand-ins")
+        else:
+            size, reason = known
+            notes.append(f"optimizer states by formula: {reason}")
+        recorder.add_state(size, device=next(p.device for g in optimizer.param_groups for p in g["params"]))
+        return len(recorder.trace.events)
+
+    # --- the step for real ---
+
+    def measure_copy(self, treatments: Mapping[str, str], why: str) -> MemoryReport:
+        """The report of one real step of a copy of the model.
+
+        Raises NotTraceable if the model has no real parameters to run with.
+        """
+        from fastamp.memory.track import Tracking
+
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            raise NotTraceable(
+                f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake)."
+            )
+        model = copy.deepcopy(self.model)
+        if self.precision.parameters is not None:
+            model.to(self.precision.parameters)
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        optimizer = _optimizers.build(self.optimizer, {id(old): new for old, new in pairs}, foreach=False)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (self.args, self.kwargs))
+        step = Step(model, args, kwargs, self.precision, self.loss, device.type)
+        _blocks.apply(model, treatments)
+        if self.mode == "inference":
+            with Tracking(model, inputs=(args, kwargs)) as report:
+                output = step.infer()
+            del output
+        else:
+            if optimizer is not None:
+                step.train()
+                optimizer.step()
+                optimizer.zero_grad()
+            with Tracking(model, optimizer, inputs=(args, kwargs)) as report:
+                for _ in range(min(self.accumulation, 2)):
+                    step.train()
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        report.notes.append(f"measured on a copy of the model, for fake tensors could not run it: {why}")
+        return self._titled(report, treatments)
+
+    # --- words ---
+
+    def report(
+        self, trace: Trace, treatments: Mapping[str, str], first_peak: int | None, notes: list[str]
+    ) -> MemoryReport:
+        report = fill(MemoryReport(first_step_peak=first_peak, notes=notes), trace)
+        report.device = self.device_type
+        return self._titled(report, treatments)
+
+    def _titled(self, report: MemoryReport, treatments: Mapping[str, str]) -> MemoryReport:
+        report.parameters, report.regime = describe_parameters(self.model, self.mode, self.precision)
+        used = sorted(set(treatments.values()) - {"keep"})
+        parts = [
+            type(self.model).__name__,
+            self.precision.name,
+            "" if self.mode == "inference" else _optimizers.name_of(self.optimizer),
+            f"{self.accumulation} micro-batches" if self.accumulation > 1 else "",
+            ", ".join(f"{list(treatments.values()).count(name)} blocks {name}" for name in used),
+            f"for {report.device}",
+        ]
+        report.title = ", ".join(part for part in parts if part)
+        return report
+
+
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _peak(trace: Trace, stop: int) -> int:
+    device = trace.main_device()
+    return max(
+        (sum(now.values()) for number, now in enumerate(trace.totals(device)) if number < stop), default=0
+    )
+
+
+def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
+    if device is not None:
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
+        return kind
+    kinds = {p.device.type for p in model.parameters()}
+    return "cpu" if kinds <= {"cpu"} else "cuda"
+
+
+class _explained:
+    """Turns what fake tensors cannot run into NotTraceable, with the module that stopped them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+
+    def __enter__(self) -> None:
+        # Fake tensors log a traceback of their own for what is raised here in better words.
+        self.level = _fake_log.level
+        _fake_log.setLevel(logging.CRITICAL)
+
+    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
+        _fake_log.setLevel(self.level)
+        if problem is None or not isinstance(problem, Exception) or isinstance(problem, NotTraceable):
+            return
+        name, made = "", ""
+        for frame, _ in traceback.walk_tb(trace):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.names:
+                name, made = self.names[id(owner)], type(owner).__name__
+        where = (
+            f"module {name!r} ({made})"
+            if name
+            else f"the model ({made})"
+            if made
+            else "the step outside any module"
+        )
+        raise NotTraceable(f"{where} cannot run on fake tensors: {_reason(problem)}", name) from problem
+
+
+def _reason(problem: Exception) -> str:
+    text = str(problem).strip().split("\n\n")[0]
+    if isinstance(problem, DataDependentOutputException):
+        return (
+            f"{text} reads a value (as .item(), bool() and if do), and fake tensors have none. Measure it "
+            "with "
+            "fastamp.memory.track or fallback='measure'."
+        )
+    if isinstance(problem, DynamicOutputShapeException):
+        return (
+            f"the shape of what {text} returns depends on values, and fake tensors have none. Measure it "
+            "with "
+            "fastamp.memory.track or fallback='measure'."
+        )
+    if isinstance(problem, UnsupportedFakeTensorException):
+        return f"{text}. Measure it with fastamp.memory.track or fallback='measure'."
+    return f"{type(problem).__name__}: {text}"
+
+
+def describe_parameters(model: nn.Module, mode: str, precision: Precision) -> tuple[Parameters, str]:
+    """Bytes and numbers of parameters, and in words what is trained."""
+    found = Parameters()
+    trained: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        dtype = (
+            precision.parameters
+            if precision.parameters and parameter.is_floating_point()
+            else parameter.dtype
+        )
+        size = parameter.numel() * dtype.itemsize
+        found.bytes += size
+        found.count += parameter.numel()
+        if mode != "inference" and parameter.requires_grad:
+            trained.append(parameter)
+            found.trainable_bytes += size
+            found.trainable_count += parameter.numel()
+    if mode == "inference":
+        return found, f"Inference: {found.count:,} parameters, no gradients, no optimizer states."
+    if found.trainable_count == found.count:
+        return found, f"Full training: all {found.count:,} parameters."
+    found.adapter_rank = adapter_rank(trained)
+    share = (
+        f"{found.trainable_count:,} of {found.count:,} parameters ({found.trainable_count / found.count:.2%})"
+    )
+    if found.adapter_rank is not None:
+        return (
+            found,
+            f"LoRA-style fine-tuning (rank {found.adapter_rank}): {share} train, the rest is frozen.",
+        )
+    return found, f"Fine-tuning: {share} train, the rest is frozen."
+
+
+def adapter_rank(trained: list[nn.Parameter]) -> int | None:
+    """The rank of low-rank adapters, if that is most of what trains: matrices whose one side is the same
+    small number.
+
+    Small is at most an eighth of the other side.
+    """
+    ranks: dict[int, int] = {}
+    for parameter in trained:
+        if parameter.ndim == 2 and min(parameter.shape) * 8 <= max(parameter.shape):
+            ranks[min(parameter.shape)] = ranks.get(min(parameter.shape), 0) + parameter.numel()
+    if not ranks:
+        return None
+    rank = max(ranks, key=lambda each: ranks[each])
+    return rank if 2 * ranks[rank] > sum(p.numel() for p in trained) else None
