@@ -1,29 +1,33 @@
 """Builds the CUDA kernels and the op layer above them for the CPU, on top of the emulator.
 
-    python tests/cuda_emulator/build.py --kind plain|asan|tsan [-o FILE]
+    python tests/cuda_emulator/build.py --kind plain|asan|tsan [--ptx ARCH] [-o FILE]
 
 The result is a shared library for torch.ops.load_library: every op of csrc/, registered for CPU tensors as
-torch.ops.fastamp_emulated.*, whose kernels are csrc/cuda/*.cu run by the emulator. Results are kept under
-build/emulated, named by a hash over everything that went in, and built again only when that changes.
+torch.ops.fastamp_emulated.*, whose kernels are csrc/cuda/*.cu run by the emulator; with --ptx, what runs is
+the PTX that nvcc makes of them for that architecture. Results are kept under build/emulated, named by a hash
+over everything that went in, and built again only when that changes.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import fcntl
 import functools
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent
 CACHE = ROOT / "build" / "emulated"
+PTX_CACHE = CACHE / "ptx"
 
 KINDS = ("plain", "asan", "tsan")
 # Flags of the program under test, and of the scheduler, which is never instrumented.
@@ -38,6 +42,10 @@ _PROGRAM_FLAGS = {
     ],
     "tsan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
 }
+# What setup.py passes to nvcc, as far as it decides about the code. -O0 for the translation: compiling a hundred
+# thousand statements with optimisation takes longer than it saves.
+_NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "--expt-relaxed-constexpr"]
+_TRANSLATED_FLAGS = ["-O0", "-w"]
 _SCHEDULER_FLAGS = {
     "plain": ["-O2"],
     "asan": ["-O2", "-DCUDA_EMULATOR_ASAN"],
@@ -146,11 +154,38 @@ def _torch_flags() -> tuple[list[str], list[str], str]:
     return includes, libraries, f"{torch.__version__} {torch.__file__}"
 
 
-def _compile_all(commands: list[list[str]]) -> None:
+def _run_in_parallel(tasks: Sequence[Callable[[], None]]) -> None:
     jobs = min(int(os.environ.get("MAX_JOBS", "2")), os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(_run, command) for command in commands]:
+        for done in [pool.submit(task) for task in tasks]:
             done.result()
+
+
+def _run_to_file(command: Sequence[str], target: Path) -> None:
+    """Runs a command, whose last argument is the file it writes; the file appears only once it is complete."""
+    temporary = target.with_name(f"{os.getpid()}-{target.name}")
+    _run([*command, str(temporary)])
+    os.replace(temporary, target)
+
+
+@contextlib.contextmanager
+def _cache_lock() -> Iterator[None]:
+    """Parallel test processes: the first builds, the others wait and find it done."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _headers_key(root: Path) -> str:
+    """Changes with every header a kernel may include: the tree's, the emulator's, the toolkit's."""
+    toolkit = [
+        directory / header
+        for directory in cuda_include_dirs()
+        for header in ("cuda_fp16.hpp", "cuda_bf16.hpp", "cuda_fp8.hpp", "vector_types.h")
+        if (directory / header).exists()
+    ]
+    return _digest(*_headers(root), *toolkit)
 
 
 def build_library(
@@ -177,74 +212,130 @@ def build_library(
     torch_includes, torch_libraries, torch_version = _torch_flags() if torch else ([], [], "")
     sanitizer = [flag for flag in _PROGRAM_FLAGS[kind] if flag.startswith("-fsanitize=")]
 
-    common_key = _digest(
-        _compiler_version(),
-        torch_version,
-        *[
-            (str(path.relative_to(root) if path.is_relative_to(root) else path), path.read_text())
-            for path in _headers(root)
-        ],
-        *[
-            directory / header
-            for directory in cuda_include_dirs()
-            for header in ("cuda_fp16.h", "vector_types.h")
-            if (directory / header).exists()
-        ],
-    )
+    common_key = _digest(_compiler_version(), torch_version, _headers_key(root))
     objects: list[Path] = []
-    commands: list[list[str]] = []
+    tasks: list[Callable[[], None]] = []
     for source in (*sources, EMULATOR / "cuda_emulator.cpp"):
         command = [*compiler().split(), *_COMMON_FLAGS, *flags]
-        command += _SCHEDULER_FLAGS[kind] if source.parent == EMULATOR else _PROGRAM_FLAGS[kind]
+        if source.parent == EMULATOR:
+            command += _SCHEDULER_FLAGS[kind]
+        elif source.parent == PTX_CACHE:
+            command += _TRANSLATED_FLAGS
+        else:
+            command += _PROGRAM_FLAGS[kind]
         command += includes
-        if torch and source.suffix == ".cpp" and source.parent != EMULATOR:
+        if torch and source.suffix == ".cpp" and source.parent.name == "csrc":
             command += torch_includes
-        key = _digest(common_key, command, str(source.name), source)
+        key = _digest(common_key, [part.replace(str(root), ".") for part in command], source)
         target = CACHE / "objects" / f"{source.stem}-{key}.o"
         objects.append(target)
         if not target.exists():
-            temporary = target.with_suffix(f".{os.getpid()}.o")
-            commands.append([*command, "-x", "c++", "-c", str(source), "-o", str(temporary)])
+            command += ["-x", "c++", "-c", str(source), "-o"]
+            tasks.append(functools.partial(_run_to_file, command, target))
     library = (
         CACHE / f"{name}-{kind}-{_digest([path.name for path in objects], sanitizer, torch_libraries)}.so"
     )
     if library.exists():
         return library
-
-    (CACHE / "objects").mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # parallel test processes: the first builds, the others find it done
-        if library.exists():
-            return library
-        commands = [command for command in commands if not Path(_final_name(command[-1])).exists()]
-        _compile_all(commands)
-        for command in commands:
-            os.replace(command[-1], _final_name(command[-1]))
-        temporary = library.with_suffix(f".{os.getpid()}.so")
-        link = [*compiler().split(), "-shared", *sanitizer, *map(str, objects), *torch_libraries, "-ldl"]
-        _run([*link, "-Wl,-Bsymbolic", "-o", str(temporary)])
-        os.replace(temporary, library)
+    with _cache_lock():
+        (CACHE / "objects").mkdir(exist_ok=True)
+        if not library.exists():
+            _run_in_parallel(tasks)
+            link = [*compiler().split(), "-shared", *sanitizer, *map(str, objects), *torch_libraries, "-ldl"]
+            _run_to_file([*link, "-Wl,-Bsymbolic", "-o"], library)
     return library
 
 
-def _final_name(temporary: str) -> str:
-    stem, _, _ = temporary.rpartition(f".{os.getpid()}.o")
-    return f"{stem}.o"
+def nvcc() -> str:
+    """The CUDA compiler; raises Unavailable without one."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        candidate = Path(os.environ.get(variable, "/nonexistent")) / "bin" / "nvcc"
+        if candidate.exists():
+            return str(candidate)
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if found is None:
+        raise Unavailable("no nvcc: set CUDA_HOME to a CUDA toolkit")
+    return found
 
 
-def build(kind: str = "plain", *, root: Path = ROOT) -> Path:
-    """Builds the emulated op library of a source tree, returns its path, raises as build_library() does."""
+def ptx_archs() -> list[int]:
+    """The architectures the PTX layer covers: the oldest and the newest that nvcc knows, 8.0 and 9.0."""
+    listed = subprocess.run([nvcc(), "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    known = sorted({int(number) for number in re.findall(r"compute_(\d+)\b", listed)})
+    return sorted({known[0], 80, 90, known[-1]})
+
+
+def _nvcc_version() -> str:
+    return subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def translate_ptx(sources: Sequence[Path], arch: int, *, root: Path = ROOT) -> list[Path]:
+    """Compiles .cu files to PTX for an architecture and that to C++; returns the C++ files.
+
+    Raises Unavailable without nvcc, RuntimeError if nvcc fails or the translator does not know what it emitted.
+    """
+    from cuda_emulator import ptx_to_cpp
+
+    translator_key = _digest(Path(ptx_to_cpp.__file__), _nvcc_version(), _headers_key(root))
+    results: list[Path] = []
+    tasks: list[Callable[[], None]] = []
+
+    def make(source: Path, target: Path) -> None:
+        ptx = target.with_suffix(".ptx")
+        command = [
+            nvcc(),
+            *_NVCC_FLAGS,
+            f"-arch=compute_{arch}",
+            f"-I{root / 'csrc'}",
+            f"-I{root / 'csrc' / 'cuda'}",
+        ]
+        _run_to_file([*command, "-ptx", str(source), "-o"], ptx)
+        try:
+            text = ptx_to_cpp.translate(ptx.read_text())
+        except ptx_to_cpp.TranslationError as problem:
+            raise RuntimeError(f"{ptx}: {problem}") from problem
+        temporary = target.with_name(f"{os.getpid()}-{target.name}")
+        temporary.write_text(text)
+        os.replace(temporary, target)
+
+    for source in sources:
+        key = _digest(translator_key, _NVCC_FLAGS, arch, source)
+        target = PTX_CACHE / f"{source.stem}-{arch}-{key}.cpp"
+        results.append(target)
+        if not target.exists():
+            tasks.append(functools.partial(make, source, target))
+    if tasks:
+        with _cache_lock():
+            PTX_CACHE.mkdir(exist_ok=True)
+            _run_in_parallel(tasks)
+    return results
+
+
+def build(kind: str = "plain", *, ptx_arch: int | None = None, root: Path = ROOT) -> Path:
+    """Builds the emulated op library of a source tree and returns its path.
+
+    With ptx_arch (75, 80, ...) the kernels that run are nvcc's PTX for that architecture. Raises as
+    build_library() and translate_ptx() do.
+    """
     defines = ["-DFASTAMP_EMULATED", "-DFASTAMP_NAMESPACE=fastamp_emulated"]
     defines += ["-DTORCH_TARGET_VERSION=0x020a000000000000ULL"]
-    return build_library(kind, op_sources(root), name="ops", torch=True, root=root, flags=defines)
+    sources, name = op_sources(root), "ops"
+    if ptx_arch is not None:
+        kernels = [path for path in sources if path.suffix == ".cu"]
+        sources += [*translate_ptx(kernels, ptx_arch, root=root), EMULATOR / "ptx_registry.cpp"]
+        name = f"ops-ptx{ptx_arch}"
+    return build_library(kind, sources, name=name, torch=True, root=root, flags=defines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", choices=KINDS, default="plain")
+    parser.add_argument(
+        "--ptx", type=int, metavar="ARCH", help="run nvcc's PTX for this architecture: 75, 90, ..."
+    )
     parser.add_argument("-o", "--output", type=Path, help="copy the library here")
     arguments = parser.parse_args()
-    library = build(arguments.kind)
+    library = build(arguments.kind, ptx_arch=arguments.ptx)
     if arguments.output is not None:
         shutil.copyfile(library, arguments.output)
         library = arguments.output
@@ -252,4 +343,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(EMULATOR.parent))
     main()

@@ -1,0 +1,136 @@
+"""Runs the op tests on the emulated CUDA kernels, layer by layer.
+
+    python tests/cuda_emulator/run.py [--layer plain|asan|tsan|ptx ...] [--arch 75 ...] [-- PYTEST_ARGUMENTS]
+
+plain   the kernels as g++ compiles them
+asan    the same with AddressSanitizer and UndefinedBehaviorSanitizer: out of bounds, misaligned, bad shifts
+tsan    the same with ThreadSanitizer, to which every CUDA thread is a thread: races, missing barriers, fences
+ptx     what nvcc emitted, for each --arch (oldest, 8.0, 9.0 and newest if none is given)
+
+--layer may be repeated; without it all four run. Exit status 1 if a layer finds something or cannot run here.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cuda_emulator import build, sanitizers
+
+LAYERS = ("plain", "asan", "tsan", "ptx")
+# What a failure is recognised by, the most telling first.
+REASONS = (
+    r"CUDA emulator: .*",
+    r"SUMMARY: (?:Address|Thread)Sanitizer: .*",
+    r"ERROR: AddressSanitizer: .*",
+    r"\S*: runtime error: .*",
+    r"WARNING: ThreadSanitizer: .*",
+    r"Fatal Python error: .*",
+    r"^E  .*",
+    r"^FAILED .*",
+)
+
+
+@dataclass
+class Layer:
+    """One way to run the kernels: a kind of build, or nvcc's PTX for an architecture."""
+
+    name: str
+    kind: str
+    ptx_arch: int | None = None
+
+
+@dataclass
+class Outcome:
+    passed: bool
+    summary: str  # pytest's last line, or the reason of the failure
+    output: str
+    seconds: float
+
+
+def layers(names: Sequence[str], archs: Sequence[int] | None = None) -> list[Layer]:
+    """The layers of these names; raises build.Unavailable if "ptx" is among them and there is no nvcc."""
+    result = [Layer(name, name) for name in names if name != "ptx"]
+    if "ptx" in names:
+        result += [Layer(f"ptx {arch}", "plain", arch) for arch in archs or build.ptx_archs()]
+    return result
+
+
+def op_tests(root: Path = build.ROOT) -> list[str]:
+    return [str(path) for path in sorted((root / "tests").glob("test_op_*.py"))]
+
+
+def reason_of(output: str) -> str:
+    for pattern in REASONS:
+        found = re.search(pattern, output, re.MULTILINE)
+        if found is not None:
+            return found[0].strip()
+    return output.strip().splitlines()[-1] if output.strip() else "no output"
+
+
+def run_layer(
+    layer: Layer,
+    *,
+    library_root: Path = build.ROOT,
+    pytest_arguments: Sequence[str] = (),
+    timeout: float = 1800,
+) -> Outcome:
+    """Builds the library of `library_root` for a layer and runs the op tests of this checkout on it.
+
+    Raises build.Unavailable if this machine lacks what the layer needs, RuntimeError if the build fails.
+    """
+    started = time.monotonic()
+    environment = sanitizers.environment(layer.kind)
+    library = build.build(layer.kind, ptx_arch=layer.ptx_arch, root=library_root)
+    environment["FASTAMP_EMULATED_LIBRARY"] = str(library)
+    command = [
+        *sanitizers.command_prefix(layer.kind),
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "cuda-emulated",
+    ]
+    command += ["-p", "no:cacheprovider", "-p", "no:faulthandler", *op_tests(), *pytest_arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=build.ROOT, timeout=timeout
+        )
+        output, status = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as expired:
+        output, status = f"{expired.stdout or ''}\nE  no end after {timeout:.0f} s", 1
+    passed = status == 0
+    # Exit status 5 (no tests collected) fails too: a layer that ran nothing has shown nothing.
+    summary = done.stdout.strip().splitlines()[-1] if passed else reason_of(output)
+    return Outcome(passed, summary, output, time.monotonic() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layer", action="append", choices=LAYERS, help="may be given several times")
+    parser.add_argument("--arch", type=int, nargs="+", help="architectures of the ptx layer, such as 75 90")
+    parser.add_argument("pytest_arguments", nargs="*", help="after --: passed on to pytest, such as -x")
+    arguments = parser.parse_args()
+    failed = False
+    try:
+        for layer in layers(arguments.layer or LAYERS, arguments.arch):
+            outcome = run_layer(layer, pytest_arguments=arguments.pytest_arguments)
+            failed |= not outcome.passed
+            if not outcome.passed:
+                print(outcome.output)
+            verdict = "ok" if outcome.passed else "FAILED"
+            print(f"{layer.name:8} {verdict:7} {outcome.seconds:6.0f} s  {outcome.summary}", flush=True)
+    except build.Unavailable as reason:
+        sys.exit(f"cannot run on this machine: {reason}")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
