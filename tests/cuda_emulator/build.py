@@ -42,8 +42,8 @@ _PROGRAM_FLAGS = {
     ],
     "tsan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
 }
-# What setup.py passes to nvcc, as far as it decides about the code. -O0 for the translation: compiling a hundred
-# thousand statements with optimisation takes longer than it saves.
+# What setup.py passes to nvcc, as far as it decides about the code. -O0 for the translation: to compile a
+# hundred thousand statements with optimisation takes longer than it saves.
 _NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-lineinfo", "--expt-relaxed-constexpr"]
 _TRANSLATED_FLAGS = ["-O0", "-w"]
 _SCHEDULER_FLAGS = {
@@ -111,11 +111,21 @@ def op_sources(root: Path = ROOT) -> list[Path]:
     return [*layer, *sorted((root / "csrc" / "cuda").glob("*.cu"))]
 
 
-def _headers(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder in (root / "csrc", EMULATOR):
-        for pattern in ("*.h", "*.cuh", "*.inc"):
-            found += folder.rglob(pattern)
+def _dependencies(source: Path, root: Path) -> list[Path]:
+    """The source and every file of ours that it includes, however indirectly."""
+    folders = [root / "csrc", root / "csrc" / "cuda", EMULATOR]
+    found = {source.resolve(): None}
+    unread = [source.resolve()]
+    while unread:
+        file = unread.pop()
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), re.MULTILINE):
+            for folder in (file.parent, *folders):
+                included = (folder / name).resolve()
+                if included.exists() and included not in found:
+                    found[included] = None
+                    unread.append(included)
+                if included.exists():
+                    break
     return sorted(found)
 
 
@@ -162,7 +172,7 @@ def _run_in_parallel(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _run_to_file(command: Sequence[str], target: Path) -> None:
-    """Runs a command, whose last argument is the file it writes; the file appears only once it is complete."""
+    """Runs a command, whose last argument is the file it writes; the file appears once it is complete."""
     temporary = target.with_name(f"{os.getpid()}-{target.name}")
     _run([*command, str(temporary)])
     os.replace(temporary, target)
@@ -177,15 +187,15 @@ def _cache_lock() -> Iterator[None]:
         yield
 
 
-def _headers_key(root: Path) -> str:
-    """Changes with every header a kernel may include: the tree's, the emulator's, the toolkit's."""
+def _source_key(source: Path, root: Path) -> str:
+    """Changes with a source and all it includes: ours by content, the toolkit's by its own headers' content."""
     toolkit = [
         directory / header
         for directory in cuda_include_dirs()
         for header in ("cuda_fp16.hpp", "cuda_bf16.hpp", "cuda_fp8.hpp", "vector_types.h")
         if (directory / header).exists()
     ]
-    return _digest(*_headers(root), *toolkit)
+    return _digest(*_dependencies(source, root), *toolkit)
 
 
 def build_library(
@@ -212,7 +222,7 @@ def build_library(
     torch_includes, torch_libraries, torch_version = _torch_flags() if torch else ([], [], "")
     sanitizer = [flag for flag in _PROGRAM_FLAGS[kind] if flag.startswith("-fsanitize=")]
 
-    common_key = _digest(_compiler_version(), torch_version, _headers_key(root))
+    common_key = _digest(_compiler_version(), torch_version)
     objects: list[Path] = []
     tasks: list[Callable[[], None]] = []
     for source in (*sources, EMULATOR / "cuda_emulator.cpp"):
@@ -226,7 +236,7 @@ def build_library(
         command += includes
         if torch and source.suffix == ".cpp" and source.parent.name == "csrc":
             command += torch_includes
-        key = _digest(common_key, [part.replace(str(root), ".") for part in command], source)
+        key = _digest(common_key, [part.replace(str(root), ".") for part in command], _source_key(source, root))
         target = CACHE / "objects" / f"{source.stem}-{key}.o"
         objects.append(target)
         if not target.exists():
@@ -272,11 +282,11 @@ def _nvcc_version() -> str:
 def translate_ptx(sources: Sequence[Path], arch: int, *, root: Path = ROOT) -> list[Path]:
     """Compiles .cu files to PTX for an architecture and that to C++; returns the C++ files.
 
-    Raises Unavailable without nvcc, RuntimeError if nvcc fails or the translator does not know what it emitted.
+    Raises Unavailable without nvcc, RuntimeError if nvcc fails or emits what the translator does not know.
     """
     from cuda_emulator import ptx_to_cpp
 
-    translator_key = _digest(Path(ptx_to_cpp.__file__), _nvcc_version(), _headers_key(root))
+    translator_key = _digest(Path(ptx_to_cpp.__file__), _nvcc_version())
     results: list[Path] = []
     tasks: list[Callable[[], None]] = []
 
@@ -299,7 +309,7 @@ def translate_ptx(sources: Sequence[Path], arch: int, *, root: Path = ROOT) -> l
         os.replace(temporary, target)
 
     for source in sources:
-        key = _digest(translator_key, _NVCC_FLAGS, arch, source)
+        key = _digest(translator_key, _NVCC_FLAGS, arch, _source_key(source, root))
         target = PTX_CACHE / f"{source.stem}-{arch}-{key}.cpp"
         results.append(target)
         if not target.exists():

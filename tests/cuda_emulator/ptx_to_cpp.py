@@ -1,4 +1,4 @@
-"""Translates the PTX that nvcc emitted into C++ that runs on the emulator, one statement for each instruction.
+"""Translates the PTX that nvcc emitted into C++ that runs on the emulator, statement by statement.
 
     python tests/cuda_emulator/ptx_to_cpp.py IN.ptx OUT.cpp
 
