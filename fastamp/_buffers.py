@@ -125,13 +125,11 @@ class BufferRecord:
     """The buffers a forward can write. Make it before the forward, call `finish()` after it.
 
     function, args: what will be called.
-    copy_all: keep every written buffer's earlier value, also where recomputing does not depend on it.
     """
 
-    __slots__ = ("_copy_all", "_finished", "_seen")
+    __slots__ = ("_finished", "_seen")
 
-    def __init__(self, function: Any, args: Iterable[Any], copy_all: bool = False) -> None:
-        self._copy_all = copy_all
+    def __init__(self, function: Any, args: Iterable[Any]) -> None:
         self._finished = False
         self._seen: list[_Seen] = []
         search = _Search(function, args)
@@ -156,7 +154,7 @@ class BufferRecord:
     def _note(self, module: nn.Module, buffers: _Buffers, in_place: bool) -> None:
         training = module.training
         # BatchNorm's output does not depend on the statistics it writes: recomputing needs no earlier value.
-        copy = self._copy_all or not (training and isinstance(module, _BatchNorm))
+        copy = not (training and isinstance(module, _BatchNorm))
         known = _known.get(module)
         if known is None:
             with _known_lock:

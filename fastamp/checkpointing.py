@@ -285,7 +285,7 @@ def _eager(
 
     inputs = _Inputs(args, kwargs)
     check_values = determinism_check == "values"
-    record = BufferRecord(function, inputs.values, copy_all=check_values)
+    record = BufferRecord(function, inputs.values)
     state = _ForwardState(inputs.leaves, preserve_rng_state)
     region = _Region(function, inputs, state, record, recompute_context)
     forced_early_stop = _torch_checkpoint._enable_checkpoint_early_stop
