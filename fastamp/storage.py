@@ -9,15 +9,28 @@ serve a tensor that was written after it was packed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["FORMATS", "MIN_BYTES", "Codec", "Context", "Kept", "Packed", "check_storage", "codec_for"]
+from fastamp import ops
+
+__all__ = [
+    "FORMATS",
+    "MIN_BYTES",
+    "Codec",
+    "Context",
+    "Kept",
+    "Packed",
+    "Policy",
+    "check_storage",
+    "codec_for",
+]
 
 # Below this a codec's own bookkeeping costs more than the bytes it saves.
 MIN_BYTES = 4096
@@ -41,7 +54,7 @@ class Codec:
 
     pack(tensor) -> Packed: takes a strided tensor of any shape, runs without autograd, leaves it untouched.
     unpack(packed) -> Tensor: a new tensor of the same shape, strides, dtype and device; may be called
-    repeatedly. Subclasses that work on a run of elements only write `encode` and `decode`: the first gets the
+    repeatedly. A codec that works on a run of elements only writes `encode` and `decode`: the first gets the
     elements in memory order (1-D, every element once), the second returns them.
     """
 
@@ -53,44 +66,53 @@ class Codec:
     def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of `dtype` can be kept so, and become smaller by it."""
+        return True
+
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Packed:
-        values = _without_repeats(tensor.detach())
-        order = _memory_order(values)
-        return Packed(
-            self.encode(values.permute(order).reshape(-1)), tensor.shape, tensor.stride(), tensor.dtype
-        )
+        return Packed(self.encode(memory_order(tensor)), tensor.shape, tensor.stride(), tensor.dtype)
 
     @torch.no_grad()
     def unpack(self, packed: Packed) -> Tensor:
-        shape = [1 if step == 0 else size for size, step in zip(packed.shape, packed.stride, strict=True)]
-        skeleton = torch.empty_strided(shape, packed.stride, dtype=packed.dtype, device="meta")
-        order = _memory_order(skeleton)
-        values = self.decode(packed.tensors, skeleton.numel(), packed.dtype)
-        values = values.view([shape[dim] for dim in order])
-        values = values.permute([order.index(dim) for dim in range(len(order))])
-        if not _same_strides(values, packed.stride):
-            # A slice with gaps: the gaps were not kept, but kernels choose their path by strides.
-            spaced = torch.empty_strided(shape, packed.stride, dtype=values.dtype, device=values.device)
-            values = spaced.copy_(values)
-        return values.expand(packed.shape)
+        numel = math.prod(_distinct(packed.shape, packed.stride))
+        values = self.decode(packed.tensors, numel, packed.dtype)
+        return from_memory_order(values, packed.shape, packed.stride)
 
 
-def _without_repeats(tensor: Tensor) -> Tensor:
-    """Expanded dimensions hold one element over and over: keep one."""
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.size(dim) > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The shape with expanded dimensions, which hold one element over and over, taken as one element long."""
+    return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
-def _memory_order(tensor: Tensor) -> list[int]:
-    return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+def _by_stride(stride: Sequence[int]) -> list[int]:
+    return sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
 
 
-def _same_strides(tensor: Tensor, stride: tuple[int, ...]) -> bool:
-    """Strides of dimensions of one element say nothing."""
-    return all(size <= 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True))
+def memory_order(tensor: Tensor) -> Tensor:
+    """The distinct elements of a tensor, 1-D, in the order they have in memory: a view where that has no
+    gaps."""
+    shape, stride = _distinct(tensor.shape, tensor.stride()), tensor.stride()
+    values = tensor.detach()
+    for dim, size in enumerate(shape):
+        if size != tensor.size(dim):
+            values = values.narrow(dim, 0, size)
+    return values.permute(_by_stride(stride)).reshape(-1)
+
+
+def from_memory_order(values: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The tensor of that shape and those strides whose `memory_order` is `values`."""
+    distinct, order = _distinct(shape, stride), _by_stride(stride)
+    tensor = values.view([distinct[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(len(order))]
+    )
+    # Strides of dimensions of one element say nothing.
+    if any(size > 1 and a != b for size, a, b in zip(distinct, tensor.stride(), stride, strict=True)):
+        # A slice with gaps: the gaps were not kept, but kernels choose their path by strides.
+        spaced = torch.empty_strided(distinct, stride, dtype=values.dtype, device=values.device)
+        tensor = spaced.copy_(tensor)
+    return tensor.expand(shape)
 
 
 class _Exact(Codec):
@@ -110,6 +132,9 @@ class _Cast(Codec):
     def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         return kept[0].to(dtype)
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize > 2
+
 
 class _Bits(Codec):
     """A bool mask at one bit an element, exact."""
@@ -117,41 +142,44 @@ class _Bits(Codec):
     name = "bits"
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -values.numel() % 8)).view(-1, 8)
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
-        return ((padded * weights).sum(1, dtype=torch.uint8),)
+        return (ops.pack_bits(values),)
 
     def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        shifts = torch.arange(8, dtype=torch.uint8, device=kept[0].device)
-        return (kept[0][:, None] >> shifts).bitwise_and_(1).reshape(-1)[:numel].to(torch.bool)
+        return ops.unpack_bits(kept[0], (numel,))
 
 
-class _Blockwise(Codec):
-    """Block-quantised by `fastamp.ops.quantize_blockwise`."""
+class Blockwise(Codec):
+    """Coded by `fastamp.ops.quantize_blockwise`. Both ways take a base, to which the code is then
+    relative."""
 
     def __init__(self, name: str, block_size: int) -> None:
         self.name = name
         self.block_size = block_size
 
-    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        from fastamp import ops  # needs the compiled library, which the other formats do without
+    def encode(self, values: Tensor, base: Tensor | None = None) -> tuple[Tensor, ...]:
+        return ops.quantize_blockwise(values, format=self.name, block_size=self.block_size, base=base)
 
-        return tuple(ops.quantize_blockwise(values, format=self.name, block_size=self.block_size))
+    def decode(
+        self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype, base: Tensor | None = None
+    ) -> Tensor:
+        payload, scales = kept
+        return ops.dequantize_blockwise(payload, scales, (numel,), dtype, base=base)
 
-    def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        from fastamp import ops
-
-        return ops.dequantize_blockwise(*kept, (numel,), dtype)
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
+BLOCKWISE = {
+    "int8": Blockwise("int8", 128),
+    "fp8_e4m3": Blockwise("fp8_e4m3", 128),
+    "fp8_e5m2": Blockwise("fp8_e5m2", 128),
+    "int4": Blockwise("int4", 64),
+}
 FORMATS: dict[str, Codec] = {
     "exact": _Exact(),
     "bf16": _Cast("bf16", torch.bfloat16),
     "fp16": _Cast("fp16", torch.float16),
-    "int8": _Blockwise("int8", 128),
-    "fp8_e4m3": _Blockwise("fp8_e4m3", 128),
-    "fp8_e5m2": _Blockwise("fp8_e5m2", 128),
-    "int4": _Blockwise("int4", 64),
+    **BLOCKWISE,
 }
 _EXACT = FORMATS["exact"]
 _BITS = _Bits()
@@ -183,26 +211,36 @@ def check_storage(storage: str | Policy) -> None:
         )
 
 
+def is_activation(tensor: Tensor, min_bytes: int = MIN_BYTES) -> bool:
+    """Whether a tensor may be kept inexactly: a plain floating-point tensor of some size that is no leaf.
+
+    Parameters and other leaves stay as they are, because a copy would lose their identity and would not free
+    them; a leaf that needs no gradient is the user's own data or a mask that several calls share.
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+        and not tensor.is_leaf
+        and tensor.nbytes >= min_bytes
+    )
+
+
 def codec_for(
     tensor: Tensor,
     storage: str | Policy,
     context: Context | Callable[[], Context],
     min_bytes: int = MIN_BYTES,
 ) -> Codec:
-    """The codec to keep `tensor` with, whatever `storage` asks for where the rules allow it.
+    """The codec to keep `tensor` with: the one `storage` asks for where the rules allow it, else exact.
 
-    Kept as they are: parameters and other leaves (a copy would lose their identity, and would not free them),
-    tensor subclasses, integers and complex numbers, tensors under `min_bytes`, and those the format does not
-    make smaller. Bool masks are kept as bits. context may be a function that makes it, called for a policy
-    only.
+    Bool masks of `min_bytes` and more are kept as bits, whatever `storage` is; other than that only what
+    `is_activation` says is kept inexactly, and only in a format that makes it smaller. context may be a
+    function that makes it, which is called for a policy only.
     """
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < min_bytes:
-        return _EXACT
-    if tensor.dtype is torch.bool:
-        return _BITS
-    # A leaf that needs no gradient is the user's own data or a mask that several calls share.
-    if not tensor.is_floating_point() or tensor.is_leaf:
-        return _EXACT
+    if not is_activation(tensor, min_bytes):
+        mask = type(tensor) is Tensor and tensor.dtype is torch.bool and tensor.layout is torch.strided
+        return _BITS if mask and tensor.nbytes >= min_bytes else _EXACT
     if not isinstance(storage, str):
         where = context() if callable(context) else context
         chosen = storage(tensor, where)
@@ -212,9 +250,7 @@ def codec_for(
             )
         storage = chosen
     codec = FORMATS[storage]
-    if tensor.element_size() <= 1 or (isinstance(codec, _Cast) and tensor.element_size() <= 2):
-        return _EXACT
-    return codec
+    return codec if codec.takes(tensor.dtype) else _EXACT
 
 
 # A tensor that several calls keep (an encoder's output, say) is packed once while any of them still keeps it.
@@ -247,30 +283,49 @@ def _version_probe(tensor: Tensor) -> Tensor:
     return probe
 
 
-class Kept:
-    """One tensor kept by a codec other than exact. `save` keeps a tensor for backward and returns an object
-    whose `unpack()` gives it back (autograd's own, so that saved-tensor hooks apply)."""
+class InPlaceCheck:
+    """Raises if a tensor was written since this was made. Keeps none of the tensor's memory."""
 
-    __slots__ = ("_packed", "_parts", "_payload", "_probe", "_requires_grad", "_version", "codec", "name")
+    __slots__ = ("_name", "_probe", "_version")
 
-    def __init__(self, tensor: Tensor, codec: Codec, name: str, save: Callable[[Tensor], Any]) -> None:
-        payload = _payload(tensor, codec)
-        self.codec = codec
-        self.name = name
-        # Hooks may move the kept tensors elsewhere, and then nothing here may hold on to them.
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        self._payload = None if hooked else payload
-        self._packed = payload.packed._replace(tensors=())
-        self._parts = [save(part) for part in payload.packed.tensors]
-        self._requires_grad = tensor.requires_grad
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self._name = name
         self._probe = _version_probe(tensor)
         self._version = tensor._version
 
-    def unpack(self) -> Tensor:
+    def __call__(self) -> None:
         if self._probe._version != self._version:
             raise RuntimeError(
-                f"{self.name} has been modified by an inplace operation since it was kept for backward (it "
+                f"{self._name} has been modified by an inplace operation since it was kept for backward (it "
                 f"is at version {self._probe._version}, expected {self._version}); modify a clone instead"
             )
+
+
+class Kept:
+    """One tensor kept by a codec other than exact.
+
+    save: keeps a tensor for backward and returns an object whose `unpack()` gives it back (autograd's own, so
+    that saved-tensor hooks apply).
+    """
+
+    __slots__ = ("_check", "_codec", "_packed", "_parts", "_payload", "_requires_grad")
+
+    def __init__(self, tensor: Tensor, codec: Codec, name: str, save: Callable[[Tensor], Any]) -> None:
+        payload = _payload(tensor, codec)
+        # Hooks may move the kept tensors elsewhere, and then nothing here may hold on to them.
+        self._payload = None if hooks_are_active() else payload
+        self._codec = codec
+        self._packed = payload.packed._replace(tensors=())
+        self._parts = [save(part) for part in payload.packed.tensors]
+        self._requires_grad = tensor.requires_grad
+        self._check = InPlaceCheck(tensor, name)
+
+    def unpack(self) -> Tensor:
+        self._check()
         packed = self._packed._replace(tensors=tuple(part.unpack() for part in self._parts))
-        return self.codec.unpack(packed).requires_grad_(self._requires_grad)
+        return self._codec.unpack(packed).requires_grad_(self._requires_grad)
+
+
+def hooks_are_active() -> bool:
+    """Whether saved tensors go through hooks here."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

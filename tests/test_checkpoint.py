@@ -17,6 +17,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fastamp import checkpointing
 from fastamp.checkpointing import checkpoint, checkpoint_sequential
 
 TORCH = torch_checkpoint.checkpoint
@@ -717,6 +718,41 @@ def test_signature_covers_torchs():
         assert name in ours
         if name not in ("function", "args", "kwargs"):
             assert ours[name].default == parameter.default, name
+
+
+# --- what older versions of torch need
+
+
+def test_saving_without_autograds_own_constructor():
+    x = torch.randn(4, requires_grad=True) * 1
+    hooks = RecordingHooks()
+    with hooks:
+        saved = checkpointing._SavedByFunction(x)
+    assert hooks.packed == [(4,)]
+    assert torch.equal(saved.unpack(), x) and saved.unpack().grad_fn is x.grad_fn
+    saved = checkpointing._SavedByFunction(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.unpack()
+
+
+def test_older_hooks_ask_a_node_for_the_inputs():
+    inputs = checkpointing._Inputs((torch.ones(2), 3), {"k": [torch.zeros(1)]})
+    node = checkpointing._KeptInputs(inputs, "exact", None).grad_fn
+    one, three, zero = node.get_args(node.saved_tensors)
+    assert torch.equal(one, torch.ones(2)) and three == 3 and torch.equal(zero, torch.zeros(1))
+
+
+@pytest.mark.skipif(checkpointing._SAC_HOOKS_IN_TORCH, reason="this torch passes them through hooks itself")
+def test_selective_checkpointing_that_keeps_lists():
+    hooks = RecordingHooks()
+    entries = checkpointing._HookedList((hooks.pack_hook, hooks.unpack_hook))
+    value = torch.randn(3)
+    entries.append((torch_checkpoint._VersionWrapper(value), "other"))
+    assert hooks.packed == [(3,)]
+    wrapped, other = entries.pop(0)
+    assert torch.equal(wrapped.get_val(False), value) and other == "other"
 
 
 # --- torch.compile

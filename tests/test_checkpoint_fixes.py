@@ -354,6 +354,21 @@ def test_nested_checkpoints_update_once():
         assert_equal_buffers(statistics(ours), statistics(model))
 
 
+def test_backward_inside_the_function_writes_once():
+    for model in (normalised("BatchNorm1d")[0], ReadsWhatItWrites("in place")):
+        ours, x = copy.deepcopy(model), torch.randn(6, 4)
+
+        def function(module, x):
+            y = module(x)
+            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y * grad.sum()
+
+        a = step(model, x, lambda module, x: function(module, x))
+        b = step(ours, x, lambda module, x: checkpoint(function, module, x))
+        assert all(map(torch.equal, a, b))
+        assert_equal_buffers(statistics(ours), statistics(model))
+
+
 def test_a_graph_that_saved_the_statistics_still_runs():
     """Recomputing must not look like a write to buffers that other graphs saved."""
     model, x = normalised("BatchNorm1d")
