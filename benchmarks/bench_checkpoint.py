@@ -106,9 +106,7 @@ def measure(forward: Callable[[Run], Tensor], torch_run: Run, our_run: Run, roun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="rounds of 20 calls per variant (default 60)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers there")
     options = parser.parse_args()

@@ -25,9 +25,7 @@ class _TwoStage(_storage.Blockwise):
         first = super().encode(values, base)
         return (*first, *super().encode(values, super().decode(first, values.numel(), values.dtype, base)))
 
-    def decode(
-        self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype, base: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype, base: Tensor | None = None) -> Tensor:
         return super().decode(kept[2:], numel, dtype, super().decode(kept[:2], numel, dtype, base))
 
 
@@ -94,9 +92,7 @@ class KeptInChain:
     def unpack(self) -> Tensor:
         self._check()
         values = self._link.decode(self._shape.numel(), self._dtype)
-        return _storage.from_memory_order(values, self._shape, self._stride).requires_grad_(
-            self._requires_grad
-        )
+        return _storage.from_memory_order(values, self._shape, self._stride).requires_grad_(self._requires_grad)
 
 
 class DeltaChain:

@@ -208,9 +208,7 @@ def _run_stack(
     keyframe_every: int,
 ) -> Any:
     if not isinstance(keyframe_every, int) or keyframe_every < 1:
-        raise ValueError(
-            f"checkpoint: keyframe_every must be an integer of at least 1, got {keyframe_every!r}"
-        )
+        raise ValueError(f"checkpoint: keyframe_every must be an integer of at least 1, got {keyframe_every!r}")
     storage = config["storage"]
     if isinstance(storage, str) and storage in _delta.FORMATS:
         config = {**config, "storage": _delta.DeltaChain(storage, keyframe_every)}
@@ -304,13 +302,10 @@ def _eager(
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if isinstance(preserve_rng_state, str) and preserve_rng_state != "all":
-        raise ValueError(
-            f"checkpoint: preserve_rng_state must be True, False or 'all', got {preserve_rng_state!r}"
-        )
+        raise ValueError(f"checkpoint: preserve_rng_state must be True, False or 'all', got {preserve_rng_state!r}")
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(
-            f"checkpoint: determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got "
-            f"{determinism_check!r}"
+            f"checkpoint: determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
         )
     exact = isinstance(storage, str) and storage == "exact"
     if not exact and not isinstance(storage, _delta.DeltaChain):
@@ -481,9 +476,7 @@ class _Inputs:
                 if spec is None:
                     return top
                 positions = pytree.tree_unflatten(list(range(count)), spec)
-                path = next(
-                    path for path, at in pytree.tree_flatten_with_path(positions)[0] if at == leaf - first
-                )
+                path = next(path for path, at in pytree.tree_flatten_with_path(positions)[0] if at == leaf - first)
                 return top + pytree.keystr(path)
             first += count
         raise IndexError(leaf)
@@ -495,9 +488,7 @@ class _Inputs:
             spec = self._specs.get(index)
             count = 1 if spec is None else spec.num_leaves
             if spec is not None:
-                inside += [
-                    leaf for leaf in range(first, first + count) if isinstance(self.leaves[leaf], Tensor)
-                ]
+                inside += [leaf for leaf in range(first, first + count) if isinstance(self.leaves[leaf], Tensor)]
             first += count
         return inside
 
@@ -570,10 +561,7 @@ class _KeptInputs:
         return _storage.Context(self._inputs.name(index), function)
 
     def get(self) -> list[Any]:
-        return [
-            self._unpack(index, kept) if isinstance(kept, _KEPT) else kept
-            for index, kept in enumerate(self._kept)
-        ]
+        return [self._unpack(index, kept) if isinstance(kept, _KEPT) else kept for index, kept in enumerate(self._kept)]
 
     def _unpack(self, index: int, kept: Any) -> Tensor:
         try:
@@ -678,9 +666,7 @@ class _ForwardState:
         """Bring the state back, until `stack` closes."""
         if self._cpu_state is not None:
             if self._device_ids:
-                stack.enter_context(
-                    torch.random.fork_rng(devices=self._device_ids, device_type=self._device_type)
-                )
+                stack.enter_context(torch.random.fork_rng(devices=self._device_ids, device_type=self._device_type))
                 _torch_checkpoint.set_device_states(
                     self._device_ids, self._device_states, device_type=self._device_type
                 )
@@ -693,9 +679,7 @@ class _ForwardState:
         for device_type, state in self._autocast.items():
             if _autocast_state(device_type) != state:
                 enabled, dtype, cache = state
-                stack.enter_context(
-                    torch.amp.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache)
-                )
+                stack.enter_context(torch.amp.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache))
 
     def restore_device(self, stack: contextlib.ExitStack) -> None:
         if self._default_device is not None:
@@ -895,11 +879,7 @@ class _Fingerprint:
 
     def __repr__(self) -> str:
         self.settle()
-        digest = (
-            None
-            if self._digest is None
-            else "".join(f"{part & 0xFFFFFFFF:08x}" for part in self._digest.tolist())
-        )
+        digest = None if self._digest is None else "".join(f"{part & 0xFFFFFFFF:08x}" for part in self._digest.tolist())
         return repr({**self._metadata, "fingerprint of values": digest})
 
 
@@ -930,11 +910,7 @@ class _Fingerprints:
 def _digest(tensor: Tensor) -> Tensor | None:
     """Two 32-bit sums over a tensor's bytes, of which the second depends on their order; None if it has no
     bytes."""
-    if (
-        type(tensor) not in (Tensor, torch.nn.Parameter)
-        or tensor.layout is not torch.strided
-        or tensor.is_meta
-    ):
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
@@ -1104,9 +1080,7 @@ class _ReentrantCall:
 
 
 def _output_fingerprints(output: Any) -> list[_Fingerprint]:
-    fingerprints = [
-        _Fingerprint(leaf, True) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)
-    ]
+    fingerprints = [_Fingerprint(leaf, True) for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     for fingerprint in fingerprints:
         fingerprint.settle()
     return fingerprints

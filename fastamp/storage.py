@@ -104,9 +104,7 @@ def memory_order(tensor: Tensor) -> Tensor:
 def from_memory_order(values: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """The tensor of that shape and those strides whose `memory_order` is `values`."""
     distinct, order = _distinct(shape, stride), _by_stride(stride)
-    tensor = values.view([distinct[dim] for dim in order]).permute(
-        [order.index(dim) for dim in range(len(order))]
-    )
+    tensor = values.view([distinct[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
     # Strides of dimensions of one element say nothing.
     if any(size > 1 and a != b for size, a, b in zip(distinct, tensor.stride(), stride, strict=True)):
         # A slice with gaps: the gaps were not kept, but kernels choose their path by strides.
@@ -159,9 +157,7 @@ class Blockwise(Codec):
     def encode(self, values: Tensor, base: Tensor | None = None) -> tuple[Tensor, ...]:
         return ops.quantize_blockwise(values, format=self.name, block_size=self.block_size, base=base)
 
-    def decode(
-        self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype, base: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype, base: Tensor | None = None) -> Tensor:
         payload, scales = kept
         return ops.dequantize_blockwise(payload, scales, (numel,), dtype, base=base)
 
@@ -206,8 +202,7 @@ def check_storage(storage: str | Policy) -> None:
             raise ValueError(f"storage must be one of {', '.join(FORMATS)} or a policy, got {storage!r}")
     elif not callable(storage):
         raise TypeError(
-            f"storage must be a format's name or a callable (tensor, context) -> name, got "
-            f"{type(storage).__name__}"
+            f"storage must be a format's name or a callable (tensor, context) -> name, got {type(storage).__name__}"
         )
 
 

@@ -137,9 +137,7 @@ def test_containers_and_outputs_of_any_structure():
         return {"sum": a * b + named["list"][0].sin(), "both": (extra["deep"][0][0] * a, "text")}
 
     def outputs(checkpoint_fn):
-        leaves = [
-            torch.randn(4, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(4)
-        ]
+        leaves = [torch.randn(4, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(4)]
         a, b, c, d = leaves
         out = checkpoint_fn(
             function, (a, b), {"list": [c, 7]}, extra={"deep": [(d, "x")]}, flag=None, use_reentrant=False
@@ -186,9 +184,7 @@ def test_nests_with_torch(outer, inner):
 
     def nested(outer_fn, inner_fn):
         def call(_, module, inputs, options):
-            return outer_fn(
-                lambda x: inner_fn(module, x, use_reentrant=False).tanh(), *inputs, use_reentrant=False
-            )
+            return outer_fn(lambda x: inner_fn(module, x, use_reentrant=False).tanh(), *inputs, use_reentrant=False)
 
         return run(None, module, [x], call=call)
 
@@ -206,9 +202,7 @@ def test_nested_reentrant_forms(use_reentrant):
             use_reentrant=use_reentrant,
         )
 
-    assert_same(
-        run(checkpoint, module, [x], call=nested), run(torch_checkpoint.checkpoint, module, [x], call=nested)
-    )
+    assert_same(run(checkpoint, module, [x], call=nested), run(torch_checkpoint.checkpoint, module, [x], call=nested))
 
 
 def test_backward_inside_the_function():
@@ -332,9 +326,7 @@ def test_debug_explains_a_mismatch(monkeypatch):
 
     x = torch.randn(3, requires_grad=True)
     out = checkpoint(function, x, debug=True)
-    with pytest.raises(
-        torch_checkpoint.CheckpointError, match="Operations executed during the original forward"
-    ):
+    with pytest.raises(torch_checkpoint.CheckpointError, match="Operations executed during the original forward"):
         out.sum().backward()
 
 
@@ -640,9 +632,7 @@ def test_sequential_equals_torch(use_reentrant, segments, as_list):
 
     def call(checkpoint_fn, module, inputs, options):
         functions = list(module) if as_list else module
-        return checkpoint_fn(
-            functions, segments, *inputs, use_reentrant=use_reentrant, preserve_rng_state=True
-        )
+        return checkpoint_fn(functions, segments, *inputs, use_reentrant=use_reentrant, preserve_rng_state=True)
 
     assert_same(
         run(checkpoint_sequential, module, [x], call=call),
