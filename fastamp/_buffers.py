@@ -29,7 +29,9 @@ _Buffers = MutableMapping[str, Tensor | None]
 # A buffer met for the first time is copied before the forward, because only the forward shows whether it is
 # written; larger ones are not, as the copy could cost more than the checkpoint saves.
 _FIRST_COPY_BYTES = 16 << 20
-# Kernels that write a buffer behind its version counter's back are only found by comparing values, once.
+# Kernels can write a buffer behind its version counter's back, as batch_norm's do. Buffers of the names it is
+# called with count as written; others are compared by value, once, where that does not wait for a device.
+_STATISTICS = frozenset({"running_mean", "running_var"})
 _COMPARE_NUMEL = 1 << 16
 
 # module -> {(buffer name, module.training): does a forward write it}
@@ -192,10 +194,12 @@ class BufferRecord:
         known = _known[module]
         before = known.get(seen.key)
         if not wrote and training:
-            if before is None and seen.before is not None and buffer.numel() <= _COMPARE_NUMEL:
+            if before is not None:
+                wrote = before
+            elif name in _STATISTICS:
+                wrote = True
+            elif seen.before is not None and buffer.is_cpu and buffer.numel() <= _COMPARE_NUMEL:
                 wrote = not torch.equal(seen.before, buffer)
-            else:
-                wrote = bool(before)
         known[seen.key] = wrote or bool(before)
         return wrote
 

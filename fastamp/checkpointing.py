@@ -708,7 +708,10 @@ class _UnpreservedRandomness:
 
     @classmethod
     def watch(cls, device_tensors: list[Tensor]) -> _UnpreservedRandomness | None:
-        return None if cls.warned else cls(device_tensors)
+        # While a CUDA graph is captured nobody may ask for the generator's state.
+        if cls.warned or (device_tensors and torch.cuda.is_current_stream_capturing()):
+            return None
+        return cls(device_tensors)
 
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]

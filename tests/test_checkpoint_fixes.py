@@ -297,6 +297,27 @@ def test_buffers_are_recomputed_from_what_they_held(how, use_reentrant):
         torch_is_right_now(how)
 
 
+def test_batch_norm_by_hand():
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+            self.register_buffer("running_mean", torch.zeros(6))
+            self.register_buffer("running_var", torch.ones(6))
+
+        def forward(self, x):
+            return F.batch_norm(self.linear(x), self.running_mean, self.running_var, None, None, self.training)
+
+    plain = ByHand()
+    ours = copy.deepcopy(plain)
+    for training in (False, True, True):
+        x = torch.randn(5, 4)
+        a = step(plain.train(training), x, lambda module, x: module(x))
+        b = step(ours.train(training), x, lambda module, x: checkpoint(module, x))
+        assert all(map(torch.equal, a, b))
+    assert_equal_buffers(statistics(ours), statistics(plain))
+
+
 def test_spectral_norm():
     plain = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4))
     ours = copy.deepcopy(plain)
