@@ -1,0 +1,40 @@
+"""``python -m fastamp``: diagnostics, and the commands of COMMANDS."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Name: the module whose main(argv) runs it and returns the exit code, and what --help says of it.
+COMMANDS = {
+    "demo": (
+        "fastamp.demo",
+        "train a small GPT with torch's GradScaler and with fastamp's, and compare them",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m fastamp",
+        description="Without a command: print versions, devices, what was built and what loaded, and what\n"
+        "to do if something did not. The exit code is 1 if fastamp cannot be used.",
+        epilog=f"commands (each has a --help of its own):\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.usage = "python -m fastamp [-h] [command ...]"
+    parsed = parser.parse_args(argv)
+    module = COMMANDS[parsed.command][0] if parsed.command else "fastamp._diagnostics"
+    return importlib.import_module(module).main(parsed.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
