@@ -94,7 +94,7 @@ class Recorder(MemTracker):
         self._op = ""
         self._shape: tuple[int, ...] = ()
         self._dtype = ""
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
         self._prefix = ""
@@ -242,7 +242,7 @@ class Recorder(MemTracker):
     # --- the record ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # asks for a tensor's device and the like
+        if func.namespace in ("prim", "profiler"):  # asks for a tensor's device, names a region
             return func(*args, **(kwargs or {}))
         phase, _ = self._where()
         if phase == "backward" and self.phase != "backward":
@@ -250,9 +250,10 @@ class Recorder(MemTracker):
         self.phase = phase
         # A checkpointed forward inside backward records a graph; backward itself does not.
         self._in_ac = phase == "backward" and torch.is_grad_enabled()
-        if phase != "backward" or self._in_ac:
+        if phase == "forward" or self._in_ac:
             # What the step was given from outside, seen for the first time. Not in a plain backward pass,
-            # where the engine hands on gradients that no operator made.
+            # where the engine hands on gradients that no operator made, nor in an optimizer's step, whose
+            # new counters come the same way.
             self.note_inputs(args, kwargs)
         self._op = str(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -314,8 +315,10 @@ class Recorder(MemTracker):
 
     def _log(self, action: str, block: Block, change: int, category: str) -> None:
         phase, module = self._where()
+        if action == "free" and not self._setup:
+            phase = self.phase  # that of the last operator: what a step leaves is freed after it
         block.category = category
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self.began
         self.trace.events.append(Event(action, block, change, category, phase, module, self._op, seconds))
 
     def finish(self) -> Trace:

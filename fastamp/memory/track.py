@@ -70,7 +70,6 @@ class Tracking:
         self._recorder = Recorder(self.model, self.optimizer)
         self._recorder.note_inputs(self.inputs)
         self._counters = _Counters(self._recorder.trace.main_device(), self._rss_every)
-        self._began = time.perf_counter()
         self._counters.start()
         self._recorder.__enter__()
         _active = True
@@ -82,7 +81,7 @@ class Tracking:
         self._recorder.__exit__(*exc)
         report = self.report
         report.measured = self._counters.stop()
-        report.seconds = time.perf_counter() - self._began
+        report.seconds = time.perf_counter() - self._recorder.began
         fill(report, self._recorder.finish())
         _describe(report, self.model, self.optimizer)
 
@@ -125,11 +124,11 @@ class _Counters:
 
     def stop(self) -> dict[str, int]:
         if self.cuda:
+            stats = torch.cuda.memory_stats(self.device)
             return {
-                "peak allocated": torch.cuda.max_memory_allocated(self.device),
-                "peak reserved": torch.cuda.max_memory_reserved(self.device),
-                "reserved but not allocated now": torch.cuda.memory_reserved(self.device)
-                - torch.cuda.memory_allocated(self.device),
+                "peak allocated": stats.get("allocated_bytes.all.peak", 0),
+                "peak reserved": stats.get("reserved_bytes.all.peak", 0),
+                "peak of free pieces in segments in use": stats.get("inactive_split_bytes.all.peak", 0),
             }
         if self._thread is None:
             return {}
