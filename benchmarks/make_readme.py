@@ -1,0 +1,82 @@
+"""Writes README's tables of numbers from benchmarks/results/*.json: python benchmarks/make_readme.py [--check]
+
+Every table of a README or docs page stands between `<!-- results NAME -->` and `<!-- end -->`; NAME is a file of
+benchmarks/results. `--check` changes nothing and exits with 1 if a page differs from its results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def duration(microseconds: float) -> str:
+    return f"{microseconds / 1000:.1f} ms" if microseconds >= 1000 else f"{microseconds:.0f} us"
+
+
+def conditions(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, Python {machine['python']}; "
+        "medians of interleaved runs"
+    )
+
+
+def timing_table(content: dict[str, Any]) -> str:
+    """A row a case: each contestant's median, fastamp's ratio, and whether it reached its target."""
+    rows = ["| case | torch | fastamp | ratio | target |", "|---|--:|--:|--:|--:|"]
+    for result in content["results"]:
+        timing, ratios, targets = result["timing"], result.get("ratios", {}), result.get("target", {})
+        for name, ratio in ratios.items():
+            other = name.removeprefix("against ")
+            if other not in timing or "fastamp" not in timing:
+                continue
+            case = result["case"] if other == "torch" else f"{result['case']}, against `{other}`"
+            target = f"{targets[name]}x" if name in targets else ""
+            missed = " (missed)" if name in targets and ratio < targets[name] else ""
+            rows.append(
+                f"| {case} | {duration(timing[other]['median'])} | {duration(timing['fastamp']['median'])} "
+                f"| {ratio:.2f}x | {target}{missed} |"
+            )
+    return "\n".join([*rows, "", f"<sub>{conditions(content['machine'])}</sub>"])
+
+
+def plain_table(content: dict[str, Any]) -> str:
+    """Results that bring their own table: `columns`, and `rows` of values."""
+    columns = content["columns"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|"]
+    lines += [f"| {' | '.join(str(value) for value in row)} |" for row in content["rows"]]
+    return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}</sub>"])
+
+
+def table(name: str) -> str:
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    return plain_table(content) if "columns" in content else timing_table(content)
+
+
+def rendered(page: str) -> str:
+    pattern = r"(<!-- results ([\w-]+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}{table(m[2])}\n{m[3]}", page, flags=re.DOTALL)
+
+
+def main() -> int:
+    stale = []
+    for path in PAGES:
+        page = path.read_text()
+        if rendered(page) != page:
+            stale.append(path)
+            if "--check" not in sys.argv:
+                path.write_text(rendered(page))
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
