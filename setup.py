@@ -163,4 +163,5 @@ def extensions() -> list[Extension]:
     return [ops, host]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": cpp_extension.BuildExtension})
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": cpp_extension.BuildExtension})

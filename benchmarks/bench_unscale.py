@@ -1,7 +1,7 @@
 """The gradient ops on large tensors, against torch's own operators: python benchmarks/bench_unscale.py
 
-256 MiB of float32 gradients (128 MiB in half precision) in 16 tensors. `three calls` are what a loop with clipping does:
-unscale and check, clip_grad_norm_, which in torch reads the gradients three times and writes them twice.
+256 MiB of float32 gradients (128 MiB in half precision) in 16 tensors. `three calls` are what a loop with clipping
+does: unscale and check, norm, clip; torch reads the gradients three times for it and writes them twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def unscale_case(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, An
     return {
         "case": f"unscale_, {str(dtype).removeprefix('torch.')}, {elements * dtype.itemsize >> 20} MiB",
         "timing": timing,
-        "ratios": {"against torch": ratio(timing, "torch", "fastamp"), "against mul_": ratio(timing, "mul_", "fastamp")},
+        "ratios": {
+            "against torch": ratio(timing, "torch", "fastamp"),
+            "against mul_": ratio(timing, "mul_", "fastamp"),
+        },
         "target": {"against torch": 2.0 if half else 0.95, **({} if half else {"against mul_": 0.95})},
     }
 

@@ -50,7 +50,10 @@ def timing_table(content: dict[str, Any]) -> str:
 def plain_table(content: dict[str, Any]) -> str:
     """Results that bring their own table: `columns`, and `rows` of values."""
     columns = content["columns"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|"]
+    lines = [
+        f"| {' | '.join(columns)} |",
+        "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|",
+    ]
     lines += [f"| {' | '.join(str(value) for value in row)} |" for row in content["rows"]]
     return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}</sub>"])
 

@@ -198,7 +198,7 @@ def test_more_tensors_than_a_launch_holds(backend, count, rng):
     torch.testing.assert_close(total.cpu().double(), exact.norm(), rtol=1e-6, atol=0)
 
 
-def test_launches(emulated):
+def test_emulated_launches(emulated):
     """One launch a dtype for as many tensors as its parameters hold, and nothing beside it."""
     backend = emulated
     grads = [torch.ones(100 + i % 7, dtype=DTYPES[i % 2]) for i in range(2000)]

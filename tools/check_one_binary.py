@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> None:
     libraries = list((ROOT / "fastamp").glob("_ops*.so"))
     if len(libraries) != 1:
-        sys.exit(f"expected one built operator library in fastamp/, found {[p.name for p in libraries]}: build it first")
+        sys.exit(
+            f"expected one built operator library in fastamp/, found {[p.name for p in libraries]}: build it first"
+        )
     print(f"{libraries[0].name}  sha256 {hashlib.sha256(libraries[0].read_bytes()).hexdigest()[:16]}")
     with tempfile.TemporaryDirectory() as folder:
         ignore = shutil.ignore_patterns("_host*.so", "__pycache__")
@@ -28,7 +30,9 @@ def main() -> None:
         shutil.copytree(ROOT / "tests", Path(folder) / "tests", ignore=ignore)
         for python in sys.argv[1:]:
             environment = os.environ | {"PYTHONPATH": folder, "FASTAMP_HOST": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-            version = "import torch, sys; print(f'torch {torch.__version__}, Python {sys.version.split()[0]}', flush=True)"
+            version = (
+                "import torch, sys; print(f'torch {torch.__version__}, Python {sys.version.split()[0]}', flush=True)"
+            )
             subprocess.run([python, "-c", version], env=environment, cwd=folder, check=True)
             tests = sorted(str(p.relative_to(folder)) for p in (Path(folder) / "tests").glob("test_op_*.py"))
             command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not emulated", *tests]

@@ -23,7 +23,12 @@ def problems() -> list[str]:
             include = re.match(r"\s*#include <([^>]+)>", line)
             if torch_free and include and re.match(r"torch/|ATen/|c10/|pybind11/|Python\.h", include[1]):
                 found.append(f"{where}: a torch-free file includes <{include[1]}>")
-            if path.parent.name == "cuda" and include and include[1].startswith("cuda") and include[1] not in CUDA_HEADERS:
+            if (
+                path.parent.name == "cuda"
+                and include
+                and include[1].startswith("cuda")
+                and include[1] not in CUDA_HEADERS
+            ):
                 found.append(f"{where}: <{include[1]}> is none of the headers that every toolkit has")
             if path.suffix in (".cu", ".cuh") and path.name != "policy.cuh" and re.search(r"\b(256|512|1024)\b", line):
                 code = line.split("//")[0]

@@ -1,0 +1,105 @@
+"""What setup.py decides and says: when CUDA is built, and what is missing where it cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def build(monkeypatch):
+    for name in ("FORCE_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    spec = importlib.util.spec_from_file_location("fastamp_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def toolkit(folder: Path, release: str) -> str:
+    """A CUDA_HOME whose nvcc answers --version."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    return str(folder)
+
+
+def test_cpu_torch_and_nothing_asked_builds_for_cpu(build, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert build.wants_cuda() is False
+
+
+def test_nvcc_without_a_gpu_builds_for_cpu(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", toolkit(tmp_path, "13.0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build.wants_cuda() is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert build.wants_cuda() is True
+
+
+@pytest.mark.parametrize("asked", [{"FORCE_CUDA": "1"}, {"TORCH_CUDA_ARCH_LIST": "8.0"}], ids=str)
+def test_asked_for_cuda_and_possible(build, monkeypatch, tmp_path, asked):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", toolkit(tmp_path, "13.0"))
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert build.wants_cuda() is True
+    monkeypatch.setenv("FORCE_CUDA", "0")
+    assert build.wants_cuda() is False
+
+
+@pytest.mark.parametrize(
+    "cuda, release, message",
+    [
+        (None, "13.0", "the installed torch .* is a CPU build.*install a CUDA build of torch"),
+        ("13.0", None, "no CUDA toolkit was found.*set CUDA_HOME"),
+        ("13.0", "", "no working nvcc in .*set CUDA_HOME"),
+        ("13.0", "12.8", "release 12.8 and torch .* was built with CUDA 13.0.*CUDA 13 toolkit"),
+    ],
+)
+def test_asked_for_cuda_and_impossible(build, monkeypatch, tmp_path, cuda, release, message):
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    home = None if release is None else toolkit(tmp_path, release) if release else str(tmp_path)
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", home)
+    with pytest.raises(SystemExit, match=f"(?s)CUDA was asked for, but .*{message}"):
+        build.wants_cuda()
+
+
+def test_the_build_stops_with_one_message():
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is a CUDA build")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        cwd=ROOT,
+        env=os.environ | {"FORCE_CUDA": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "is a CPU build" in done.stderr and "FORCE_CUDA=0" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_version_is_written_once():
+    import fastamp
+
+    assert (ROOT / "fastamp" / "_version.py").read_text().count(fastamp.__version__) == 1
+    assert fastamp.__version__ not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_import_is_fast():
+    """`import fastamp` after torch: under 100 ms, best of five."""
+    program = "import time, torch; t = time.perf_counter(); import fastamp; print(time.perf_counter() - t)"
+    times = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(5)]
+    assert min(times) < 0.1, times
