@@ -3,13 +3,14 @@
 #pragma once
 
 #include "scale.h"
+#include "storage.h"
 #include "unscale.h"
 
 namespace fastamp {
 
 // Raised whenever a signature or a struct of the table changes: a caller built against another version must not
 // call through it.
-constexpr int32_t kLaunchersVersion = 1;
+constexpr int32_t kLaunchersVersion = 2;
 
 struct Launchers {
   int32_t version;
@@ -23,6 +24,11 @@ struct Launchers {
   decltype(&cpu::update_scale) update_scale;
   decltype(&cpu::clip_coefficient) clip_coefficient;
   decltype(&cpu::scale_losses) scale_losses;
+  decltype(&cpu::quantize) quantize;
+  decltype(&cpu::dequantize) dequantize;
+  decltype(&cpu::pack_bits) pack_bits;
+  decltype(&cpu::pack_scaled_mask) pack_scaled_mask;
+  decltype(&cpu::unpack_bits) unpack_bits;
 };
 
 }  // namespace fastamp

@@ -28,6 +28,19 @@ STABLE_TORCH_LIBRARY(FASTAMP_NAMESPACE, m) {
       "Tensor(c!)? hysteresis_tracker=None) -> ()");
   m.def("clip_coefficient(Tensor total_norm, float max_norm) -> Tensor");
   m.def("scale_losses(Tensor[] losses, Tensor scale) -> Tensor[]");
+  m.def(
+      "quantize_blockwise(Tensor x, str format='int8', int block_size=128, bool stochastic=False, int? seed=None, "
+      "int offset=0, Tensor? base=None) -> (Tensor, Tensor)");
+  m.def(
+      "quantize_blockwise_stats_(Tensor x, Tensor(a!) found_inf, Tensor(b!) amax, str format='int8', "
+      "int block_size=128, bool stochastic=False, int? seed=None, int offset=0, Tensor? base=None) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "dequantize_blockwise(Tensor payload, Tensor scales, SymInt[] shape, ScalarType dtype, Tensor? base=None) "
+      "-> Tensor");
+  m.def("pack_bits(Tensor mask) -> Tensor");
+  m.def("pack_scaled_mask(Tensor x) -> (Tensor, Tensor)");
+  m.def("unpack_bits(Tensor payload, SymInt[] shape, Tensor? value=None) -> Tensor");
 }
 
 namespace {
@@ -41,6 +54,12 @@ void register_kernels(torch::stable::detail::StableLibrary& m) {
   m.impl("update_scale_", &fastamp::update_scale_boxed);
   m.impl("clip_coefficient", &fastamp::clip_coefficient_boxed);
   m.impl("scale_losses", TORCH_BOX(&fastamp::scale_losses));
+  m.impl("quantize_blockwise", TORCH_BOX(&fastamp::quantize_blockwise));
+  m.impl("quantize_blockwise_stats_", TORCH_BOX(&fastamp::quantize_blockwise_stats));
+  m.impl("dequantize_blockwise", TORCH_BOX(&fastamp::dequantize_blockwise));
+  m.impl("pack_bits", TORCH_BOX(&fastamp::pack_bits));
+  m.impl("pack_scaled_mask", TORCH_BOX(&fastamp::pack_scaled_mask));
+  m.impl("unpack_bits", TORCH_BOX(&fastamp::unpack_bits));
 }
 
 }  // namespace
@@ -69,7 +88,8 @@ void* current_cuda_stream([[maybe_unused]] int32_t device_index) {
 #define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing)                                               \
   {                                                                                                       \
     kLaunchersVersion, current_stream, is_capturing, &ns::unscale, &ns::check, &ns::unscale_norm,         \
-        &ns::clip, &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses           \
+        &ns::clip, &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses,          \
+        &ns::quantize, &ns::dequantize, &ns::pack_bits, &ns::pack_scaled_mask, &ns::unpack_bits           \
   }
 #ifndef FASTAMP_EMULATED
 void* no_stream(int32_t) { return nullptr; }

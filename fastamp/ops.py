@@ -9,6 +9,7 @@ is in `fastamp.reference`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,13 @@ __all__ = [
     "check_",
     "clip_",
     "clip_coefficient",
+    "dequantize_blockwise",
+    "pack_bits",
+    "pack_scaled_mask",
+    "quantize_blockwise",
+    "quantize_blockwise_stats_",
     "scale_losses",
+    "unpack_bits",
     "unscale_",
     "unscale_norm_",
     "update_scale_",
@@ -192,6 +199,175 @@ def scale_losses(losses: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     return _ops.scale_losses(losses, scale)
 
 
+# ---- activation storage -----------------------------------------------------------------------------------
+
+
+_seeds = itertools.count()
+
+
+def quantize_blockwise(
+    x: Tensor,
+    format: str = "int8",
+    block_size: int = 128,
+    stochastic: bool = False,
+    seed: int | None = None,
+    offset: int = 0,
+    base: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes a tensor at 8 or 4 bits an element, with one scale for each block of consecutive elements.
+
+    Symmetric: a block's scale is its largest finite magnitude over the format's largest code, `top`, rounded to
+    float32. The decoded value of a finite x differs from it by no more than the bound below, plus half a unit in the
+    last place of the dtype it is decoded to. Stochastic rounding doubles the bound, and is right on average to 2**-16
+    of a step.
+
+    | format     | payload       | top   | bound                                         |
+    |------------|---------------|-------|-----------------------------------------------|
+    | `int8`     | int8          | 127   | 0.5001 * scale                                |
+    | `int4`     | uint8, 2 each | 7     | 0.5001 * scale                                |
+    | `fp8_e4m3` | float8_e4m3fn | 448   | 1.0001 * max(2**-4 * abs(x), 2**-10 * scale)  |
+    | `fp8_e5m2` | float8_e5m2   | 57344 | 1.0001 * max(2**-3 * abs(x), 2**-17 * scale)  |
+
+    inf, -inf and NaN come back as themselves (a NaN as the canonical one) and leave the rest of their block alone: such
+    a block has a negative scale, and a `top` of 126, 6, 416 or 57344. A finite value never comes back infinite, where
+    it is decoded to its own dtype. -0.0 comes back as 0.0 from int8 and int4, as -0.0 from fp8. Blocks of subnormals
+    are coded like any other, to within 2**-149. CPU and CUDA give the same bits.
+
+    Args:
+        x: float32, float16 or bfloat16, of any shape. Elements are taken in row-major order, so that a tensor that is
+            not contiguous is copied first. One that is dense in another order (channels_last) is spared the copy by
+            passing a view that is contiguous, such as `x.permute(0, 2, 3, 1)`, and reversing that after decoding.
+        format: one of the table's.
+        block_size: a power of two from 32 to 4096. int8 with float32 scales takes 8 + 32 / block_size bits an element.
+        stochastic: round up or down at random, in proportion to the distance. The random numbers are Philox4x32-10 of
+            seed and offset, never of torch's generators; the same seed and offset give the same bits anywhere.
+        seed: 64 bits. Left out, each call takes the next of a count that starts at 0 with the process; give a seed
+            where a result must be repeatable, or under torch.compile.
+        offset: where in the seed's stream to start, in groups of 8 elements: coding a tensor by pieces gives the whole
+            tensor's codes if a piece that starts at element i (a multiple of the block size) has `offset + i // 8`.
+        base: a tensor like x. The difference x - base is coded instead (bounds are then relative to it), and
+            `dequantize_blockwise` takes the same base. Non-finite elements of base count as 0.
+
+    Returns:
+        (payload, scales): 1-D, of numel elements (int4: (numel + 1) // 2 bytes, element 2i in the low half of byte i)
+        and of ceil(numel / block_size) float32. Neither is differentiable.
+
+    Raises:
+        RuntimeError: an x that is complex, integer, float64 or sparse, an unknown format, a block size that is not
+            supported, a negative offset, a base of another shape, dtype or device.
+    """
+    if stochastic and seed is None:
+        seed = next(_seeds)
+    return _ops.quantize_blockwise(x, format, block_size, stochastic, seed, offset, base)
+
+
+def quantize_blockwise_stats_(
+    x: Tensor,
+    found_inf: Tensor,
+    amax: Tensor,
+    format: str = "int8",
+    block_size: int = 128,
+    stochastic: bool = False,
+    seed: int | None = None,
+    offset: int = 0,
+    base: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`quantize_blockwise`, and what its pass over x sees anyway.
+
+    Args:
+        found_inf: float32, one element. Set to 1.0 if x holds an infinity or a NaN, else left as it is.
+        amax: float32, one element, not negative. Raised to the largest finite magnitude that was coded.
+
+    The rest is as for `quantize_blockwise`.
+    """
+    if stochastic and seed is None:
+        seed = next(_seeds)
+    result = _ops.quantize_blockwise_stats_(
+        x, found_inf, amax, format, block_size, stochastic, seed, offset, base
+    )
+    increment_version([found_inf, amax])
+    return result
+
+
+def dequantize_blockwise(
+    payload: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, base: Tensor | None = None
+) -> Tensor:
+    """The tensor that `quantize_blockwise` coded, contiguous.
+
+    Neither format nor block size need be told: the payload's dtype is the format, and a number of blocks above one
+    fits one power of two only. (ceil(n / b) == k > 1 puts b into [n / k, n / (k - 1)), which spans at most a factor of
+    two. With one block the size makes no difference.)
+
+    Args:
+        payload, scales: as returned by `quantize_blockwise`.
+        shape: of the result. Its number of elements must be that of x.
+        dtype: float32, float16 or bfloat16, whatever x was. The product of code and scale is taken in float32 and
+            rounded once to it.
+        base: what was given to `quantize_blockwise`; added in float32, non-finite elements as 0, and the sum of a
+            finite code is held within the dtype's finite range.
+
+    Returns:
+        A tensor that is not differentiable: gradients belong to what was coded.
+
+    Raises:
+        RuntimeError: a payload of a dtype that is no format's, payload or scales that do not fit the shape, a dtype
+            that is not supported, a base of another shape, dtype or device.
+    """
+    return _ops.dequantize_blockwise(payload, scales, shape, dtype, base)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool tensor at one bit an element, exactly.
+
+    Args:
+        mask: bool, of any shape, in row-major order (copied first if not contiguous).
+
+    Returns:
+        uint8, 1-D, (numel + 7) // 8 bytes: bit i % 8 of byte i // 8 is element i, and the last byte's rest is 0.
+
+    Raises:
+        RuntimeError: a mask of another dtype.
+    """
+    return _ops.pack_bits(mask)
+
+
+def pack_scaled_mask(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor whose elements are all either 0 or one constant, at one bit an element, exactly.
+
+    Dropout on the CPU keeps its mask so, the constant being 1 / (1 - p). What to do with another tensor is the
+    caller's choice: the result says that it is none. Where an element differs early, the CPU stops early.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape, in row-major order (copied first if not contiguous).
+
+    Returns:
+        (payload, value): the bits as from `pack_bits`, and the constant, a 0-dim tensor of x's dtype (0 if there are
+        only zeros). If x holds anything else, value is NaN and the payload means nothing. Elements are compared bit
+        for bit, so that -0.0 differs from 0.0. Nothing here synchronizes, but asking whether value is NaN does.
+
+    Raises:
+        RuntimeError: an x of another dtype.
+    """
+    return _ops.pack_scaled_mask(x)
+
+
+def unpack_bits(payload: Tensor, shape: Sequence[int], value: Tensor | None = None) -> Tensor:
+    """Undoes `pack_bits`, or with its value `pack_scaled_mask`.
+
+    Args:
+        payload: uint8, (numel + 7) // 8 bytes.
+        shape: of the result.
+        value: one floating-point element.
+
+    Returns:
+        bool without value; else a tensor of value's dtype that holds it where the bit is set and 0 elsewhere.
+
+    Raises:
+        RuntimeError: a payload of another dtype or that does not fit the shape, a value of another dtype or size.
+    """
+    return _ops.unpack_bits(payload, shape, value)
+
+
 # ---- fake kernels and autograd ----------------------------------------------------------------------------
 
 _fake = torch.library.register_fake
@@ -251,6 +427,80 @@ def _scale_losses_backward(ctx, grads):
 
 
 torch.library.register_autograd("fastamp::scale_losses", _scale_losses_backward, setup_context=_scale_losses_setup)
+
+# Nothing in storage is differentiable: autograd is passed by, and results require no gradient.
+_STORAGE_OPS = (
+    "quantize_blockwise",
+    "quantize_blockwise_stats_",
+    "dequantize_blockwise",
+    "pack_bits",
+    "pack_scaled_mask",
+    "unpack_bits",
+)
+_storage_library = torch.library.Library("fastamp", "IMPL")
+for _name in _STORAGE_OPS:
+    _storage_library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+_PAYLOADS = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def _fake_quantize(x: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
+    numel = x.numel()
+    bytes_ = (numel + 1) // 2 if format == "int4" else numel
+    blocks = (numel + block_size - 1) // block_size
+    return x.new_empty((bytes_,), dtype=_PAYLOADS[format]), x.new_empty((blocks,), dtype=torch.float32)
+
+
+@_fake("fastamp::quantize_blockwise")
+def _(
+    x: Tensor, format: str = "int8", block_size: int = 128, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, format, block_size)
+
+
+@_fake("fastamp::quantize_blockwise_stats_")
+def _(
+    x: Tensor,
+    found_inf: Tensor,
+    amax: Tensor,
+    format: str = "int8",
+    block_size: int = 128,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor]:
+    return _fake_quantize(x, format, block_size)
+
+
+@_fake("fastamp::dequantize_blockwise")
+def _(
+    payload: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, base: Tensor | None = None
+) -> Tensor:
+    return payload.new_empty(shape, dtype=dtype)
+
+
+def _fake_bits(x: Tensor) -> Tensor:
+    return x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+
+
+@_fake("fastamp::pack_bits")
+def _(mask: Tensor) -> Tensor:
+    return _fake_bits(mask)
+
+
+@_fake("fastamp::pack_scaled_mask")
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_bits(x), x.new_empty(())
+
+
+@_fake("fastamp::unpack_bits")
+def _(payload: Tensor, shape: Sequence[int], value: Tensor | None = None) -> Tensor:
+    return payload.new_empty(shape, dtype=torch.bool if value is None else value.dtype)
+
 
 # ---- conjugate and negative views -----------------------------------------------------------------------------
 
