@@ -206,9 +206,8 @@ std::tuple<Tensor, Tensor> pack_scaled_mask(Tensor x) {
   if (given.numel) {
     const int64_t words = 2;
     const Tensor seen = torch::stable::new_zeros(x, {&words, 1}, ScalarType::Long);
-    const Ticket ticket(given.device, backend.stream(), x);
     backend->pack_scaled_mask({dtype->dtype, flat.info.data, given.numel, static_cast<uint8_t*>(payload.data_ptr()),
-                               value.data_ptr(), static_cast<uint64_t*>(seen.data_ptr()), ticket.data()},
+                               value.data_ptr(), static_cast<uint64_t*>(seen.data_ptr())},
                               backend.stream());
   }
   return {payload, value};

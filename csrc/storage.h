@@ -66,8 +66,15 @@ struct PackScaledMask {
   uint8_t* payload;  // [ceil(numel / 8)]: whether x[i] has any bit set
   void* value;       // of dtype: c if every element is 0 or c, bit for bit; else NaN, and the payload says nothing
   uint64_t* seen;    // [2], zeros: workspace
-  unsigned* ticket;  // one counter, 0 before and after each call
 };
+
+// What value becomes where x is no mask.
+constexpr uint64_t nan_word(DType dtype) {
+  return dtype == DType::kFloat64    ? 0x7ff8000000000000u
+         : dtype == DType::kFloat32  ? 0x7fc00000u
+         : dtype == DType::kBFloat16 ? 0x7fc0u
+                                     : 0x7e00u;
+}
 
 struct UnpackBits {
   DType dtype;        // of out and value

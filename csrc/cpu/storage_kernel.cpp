@@ -661,11 +661,7 @@ void pack_scaled_mask(const PackScaledMask& args, void*) {
       if (pack_constant(x + begin, end - begin, c, args.payload + begin / 8))
         other.store(true, std::memory_order_relaxed);
     });
-    const auto nan = args.dtype == DType::kFloat64  ? 0x7ff8000000000000u
-                     : args.dtype == DType::kFloat16 ? 0x7e00u
-                     : args.dtype == DType::kBFloat16 ? 0x7fc0u
-                                                      : uint64_t{kNaNBits};
-    *static_cast<Word*>(args.value) = other ? static_cast<Word>(nan) : c;
+    *static_cast<Word*>(args.value) = other ? static_cast<Word>(nan_word(args.dtype)) : c;
   });
 }
 
