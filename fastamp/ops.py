@@ -282,9 +282,7 @@ def quantize_blockwise_stats_(
     """
     if stochastic and seed is None:
         seed = next(_seeds)
-    result = _ops.quantize_blockwise_stats_(
-        x, found_inf, amax, format, block_size, stochastic, seed, offset, base
-    )
+    result = _ops.quantize_blockwise_stats_(x, found_inf, amax, format, block_size, stochastic, seed, offset, base)
     increment_version([found_inf, amax])
     return result
 
@@ -450,6 +448,8 @@ _PAYLOADS = {
 
 
 def _fake_quantize(x: Tensor, format: str, block_size: int) -> tuple[Tensor, Tensor]:
+    if format not in _PAYLOADS:
+        raise RuntimeError(f"quantize_blockwise: format must be one of {', '.join(_PAYLOADS)}, got {format}")
     numel = x.numel()
     bytes_ = (numel + 1) // 2 if format == "int4" else numel
     blocks = (numel + block_size - 1) // block_size
@@ -457,9 +457,8 @@ def _fake_quantize(x: Tensor, format: str, block_size: int) -> tuple[Tensor, Ten
 
 
 @_fake("fastamp::quantize_blockwise")
-def _(
-    x: Tensor, format: str = "int8", block_size: int = 128, *args: object, **kwargs: object
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, format: str = "int8", block_size: int = 128, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    _one_device(x, *args, *kwargs.values())
     return _fake_quantize(x, format, block_size)
 
 
@@ -473,13 +472,13 @@ def _(
     *args: object,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
+    _one_device(x, found_inf, amax, *args, *kwargs.values())
     return _fake_quantize(x, format, block_size)
 
 
 @_fake("fastamp::dequantize_blockwise")
-def _(
-    payload: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, base: Tensor | None = None
-) -> Tensor:
+def _(payload: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, base: Tensor | None = None) -> Tensor:
+    _one_device(payload, scales, base)
     return payload.new_empty(shape, dtype=dtype)
 
 
@@ -499,6 +498,7 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_fake("fastamp::unpack_bits")
 def _(payload: Tensor, shape: Sequence[int], value: Tensor | None = None) -> Tensor:
+    _one_device(payload, value)
     return payload.new_empty(shape, dtype=torch.bool if value is None else value.dtype)
 
 

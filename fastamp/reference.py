@@ -12,12 +12,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastamp.reference_storage import (
+    dequantize_blockwise,
+    pack_bits,
+    pack_scaled_mask,
+    quantize_blockwise,
+    quantize_blockwise_stats_,
+    unpack_bits,
+)
+
 __all__ = [
     "accumulate_",
     "check_",
     "clip_",
     "clip_coefficient",
+    "dequantize_blockwise",
+    "pack_bits",
+    "pack_scaled_mask",
+    "quantize_blockwise",
+    "quantize_blockwise_stats_",
     "scale_losses",
+    "unpack_bits",
     "unscale_",
     "unscale_norm_",
     "update_scale_",

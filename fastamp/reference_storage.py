@@ -42,7 +42,9 @@ FORMATS = {
     "int8": Format(torch.int8, 127, 126, inf=0x7F, minus_inf=0x81, nan=0x80),
     "int4": Format(torch.uint8, 7, 6, inf=0x7, minus_inf=0x9, nan=0x8),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, 416, inf=0x7E, minus_inf=0xFE, nan=0x7F, mantissa=3, min_exponent=-6),
-    "fp8_e5m2": Format(torch.float8_e5m2, 57344, 57344, inf=0x7C, minus_inf=0xFC, nan=0x7F, mantissa=2, min_exponent=-14),
+    "fp8_e5m2": Format(
+        torch.float8_e5m2, 57344, 57344, inf=0x7C, minus_inf=0xFC, nan=0x7F, mantissa=2, min_exponent=-14
+    ),
 }
 _BY_PAYLOAD = {f.payload: f for f in FORMATS.values()}
 _MAX = torch.finfo(torch.float32).max

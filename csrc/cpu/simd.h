@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include <torch/headeronly/util/Half.h>
@@ -20,8 +21,12 @@
 namespace fastamp::cpu {
 
 #if FASTAMP_X86
+// FASTAMP_AVX2=0 in the environment turns the AVX2 forms off, so that the scalar ones can be tested anywhere.
 inline bool has_avx2() {
-  static const bool yes = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool yes = [] {
+    const char* const wish = std::getenv("FASTAMP_AVX2");
+    return !(wish && wish[0] == '0') && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  }();
   return yes;
 }
 #endif
