@@ -170,6 +170,10 @@ class BufferRecord:
                 seen.before = buffer.detach().clone()
             self._seen.append(seen)
 
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self._seen)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is one of these buffers."""
         return any(seen.buffer is tensor for seen in self._seen)

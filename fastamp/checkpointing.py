@@ -329,6 +329,8 @@ def _eager(
                 "use_reentrant=False)"
             )
         call = _ReentrantCall(function, args, preserve_rng_state, determinism_check == "values")
+        if not call.adds_something:
+            call = function
         return _torch_checkpoint.CheckpointFunction.apply(call, bool(preserve_rng_state), *args)
     if (
         torch._C._get_dispatch_mode(_PROXY_MODE) is not None
@@ -1040,6 +1042,12 @@ class _ReentrantCall:
             if not preserve_rng_state:
                 tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor) and not leaf.is_cpu]
                 self._unpreserved = _UnpreservedRandomness.watch(tensors)
+
+    @property
+    def adds_something(self) -> bool:
+        """Whether running the function itself would be another thing."""
+        watches = self._nested or self._host_state is not None or self._unpreserved is not None
+        return bool(watches or self._check_values or (self._record is not None and self._record.has_buffers))
 
     def __call__(self, *args: Any) -> Any:
         return self._recompute(args) if self._ran else self._forward(args)
