@@ -26,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"commands (each has a --help of its own):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "command", nargs="?", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS
-    )
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.usage = "python -m fastamp [-h] [command ...]"
     parsed = parser.parse_args(argv)

@@ -150,9 +150,7 @@ def build_info() -> dict[str, Any] | None:
 
 
 def built(build: dict[str, Any]) -> str:
-    kernels = (
-        f"for CPU and CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "for CPU"
-    )
+    kernels = f"for CPU and CUDA {build['cuda']} ({', '.join(build['archs'])})" if build["cuda"] else "for CPU"
     return f"{kernels}, with torch {build['torch']} and Python {build['python']}"
 
 

@@ -57,15 +57,11 @@ def test_bit_identical_with_skipped_steps(tmp_path, capsys, dtype):
     for result in numbers["runs"]:
         assert 0 < len(result["skipped"]) < 14
         assert result["losses"][-1] < result["losses"][0] - 0.5
-        assert all(
-            result["scales"][step + 1] == result["scales"][step] / 2 for step in result["skipped"][:-1]
-        )
+        assert all(result["scales"][step + 1] == result["scales"][step] / 2 for step in result["skipped"][:-1])
     assert own_clip["losses"] == pytest.approx(stock["losses"], rel=1e-2)
     output = capsys.readouterr()
     assert f"{len(stock['skipped'])} of 14" in output.out and "step 14/14" in output.err
-    assert "yes" in next(
-        line for line in output.out.splitlines() if line.startswith("losses, weights bit-identical")
-    )
+    assert "yes" in next(line for line in output.out.splitlines() if line.startswith("losses, weights bit-identical"))
 
 
 def test_wrong_scaler_is_found_out(tmp_path, capsys, monkeypatch):
@@ -123,9 +119,7 @@ def test_text_is_split_by_file_and_batches_are_repeatable():
     assert len(text.train) > 5 * len(text.validation) > 100_000
     options = parse(["--batch", "3", "--seq", "8", "--seed", "5", "--device", "cpu"])
     first, again = (list(batches(text.train, 4, options)) for _ in range(2))
-    assert all(
-        torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)
-    )
+    assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
     inputs, targets = first[0]
     assert inputs.shape == targets.shape == (3, 8)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])

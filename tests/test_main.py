@@ -35,9 +35,7 @@ def line(output, name):
 @pytest.fixture
 def copy(tmp_path):
     """The package without its compiled parts, as a folder to run in."""
-    shutil.copytree(
-        PACKAGE, tmp_path / "fastamp", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
-    )
+    shutil.copytree(PACKAGE, tmp_path / "fastamp", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     return tmp_path
 
 

@@ -16,9 +16,7 @@ from fastamp.demo.text import standard_library
 from fastamp.demo.training import DTYPES, Job, Step, deterministic, recipes, train, training_step
 
 
-def main(
-    argv: Sequence[str] | None = None, step: Step = training_step, prog: str = "python -m fastamp demo"
-) -> int:
+def main(argv: Sequence[str] | None = None, step: Step = training_step, prog: str = "python -m fastamp demo") -> int:
     """Trains, prints a table, writes a plot. Returns the exit code: 1 if an exact recipe was not exact."""
     options = parse(argv, prog)
     with deterministic(options.device):

@@ -77,9 +77,7 @@ class Job:
         model = GPT(options.layers, options.width, options.seq, options.dropout)
         self.model = model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
-        scaler = recipe.scaler(
-            self.device.type, init_scale=options.init_scale, growth_interval=options.growth_interval
-        )
+        scaler = recipe.scaler(self.device.type, init_scale=options.init_scale, growth_interval=options.growth_interval)
         self.scaler = TimedScaler(scaler, self.optimizer, self.device)
         self.losses: list[Tensor] = []  # nats per byte
         self.scales: list[float] = []  # before each step
