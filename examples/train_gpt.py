@@ -1,6 +1,6 @@
 """fastamp in a training loop, and the proof that nothing else changed.
 
-    python examples/train_gpt.py                    # about a minute on two cores
+    python examples/train_gpt.py                    # about a minute, on one core
     python examples/train_gpt.py --dtype fp16 --out plot.png --json numbers.json
 
 One line of an existing loop changes:

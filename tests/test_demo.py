@@ -31,15 +31,6 @@ SMALL = [
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(tmp_path, *arguments, **keywords):
     """Exit code and the numbers of a small run; its plot is at tmp_path/plot.png."""
     files = ["--out", str(tmp_path / "plot.png"), "--json", str(tmp_path / "numbers.json")]

@@ -19,7 +19,7 @@ from fastamp.demo.training import DTYPES, Job, Step, deterministic, recipes, tra
 def main(argv: Sequence[str] | None = None, step: Step = training_step, prog: str = "python -m fastamp demo") -> int:
     """Trains, prints a table, writes a plot. Returns the exit code: 1 if an exact recipe was not exact."""
     options = parse(argv, prog)
-    with deterministic(options.device):
+    with deterministic(options):
         text = standard_library()
         jobs = [Job(recipe, options) for recipe in recipes(options)]
         print(report.describe(options, text, jobs[0]), flush=True)
@@ -58,6 +58,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "python -m fastamp demo
         default="auto",
         help="of autocast; auto: fp16 where the device is fast at it, else bf16; fp32: no autocast",
     )
+    add("--threads", type=count, default=1, help="CPU threads; only larger models gain from more than one")
     add("--steps", type=count, default=120, help="optimizer steps")
     add("--layers", type=count, default=4, help="transformer blocks")
     add("--width", type=count, default=32, help="of the residual stream; a multiple of 16")

@@ -48,7 +48,7 @@ def first_difference(job: Job, reference: Job) -> tuple[int, float] | None:
 
 def describe(options: argparse.Namespace, text: Text, job: Job) -> str:
     """What is about to be run, on what, and why steps will be skipped."""
-    where = f"cpu, {torch.get_num_threads()} threads"
+    where = f"cpu, {options.threads} thread{'s' * (options.threads > 1)}"
     if job.device.type == "cuda":
         where = torch.cuda.get_device_name(job.device)
     how = "fp32, no autocast" if options.dtype == "fp32" else f"{options.dtype} autocast"

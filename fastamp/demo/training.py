@@ -241,16 +241,18 @@ def progress(steps: int, job: Job) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def deterministic(device: str) -> Iterator[None]:
-    """On CUDA: kernels that give the same bits on every run, so that only recipes can make a difference."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def deterministic(options: argparse.Namespace) -> Iterator[None]:
+    """Sets the number of threads and, on CUDA, kernels that give the same bits on every run, so that only recipes
+    can make a difference."""
+    threads = torch.get_num_threads()
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(options.threads)
+    if options.device.startswith("cuda"):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.set_num_threads(threads)
