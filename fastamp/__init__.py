@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from fastamp.clip import clip_grad_norm_
     from fastamp.grad_scaler import GradScaler
     from fastamp.patching import patch, patched, unpatch
+    from fastamp.store import store_activations
 
-__all__ = ["GradScaler", "__version__", "clip_grad_norm_", "patch", "patched", "unpatch"]
+__all__ = ["GradScaler", "__version__", "clip_grad_norm_", "patch", "patched", "store_activations", "unpatch"]
 
 # Imported at first use, so that `import fastamp` loads no compiled code.
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "clip_grad_norm_": "fastamp.clip",
     "patch": "fastamp.patching",
     "patched": "fastamp.patching",
+    "store_activations": "fastamp.store",
     "unpatch": "fastamp.patching",
 }
 
