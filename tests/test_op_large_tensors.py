@@ -27,13 +27,6 @@ def sparse_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-@pytest.fixture
-def emulated(backend):
-    if backend.emulator is None:
-        pytest.skip("only the emulator can run the edges of a grid")
-    return backend
-
-
 def run_edges(backend, call) -> None:
     """call() runs for the first and last block of all that it launches."""
     with backend.emulator.dry_run() as launches:

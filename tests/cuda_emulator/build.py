@@ -236,7 +236,9 @@ def build_library(
         command += includes
         if torch and source.suffix == ".cpp" and source.parent.name == "csrc":
             command += torch_includes
-        key = _digest(common_key, [part.replace(str(root), ".") for part in command], _source_key(source, root))
+        key = _digest(
+            common_key, [part.replace(str(root), ".") for part in command], _source_key(source, root)
+        )
         target = CACHE / "objects" / f"{source.stem}-{key}.o"
         objects.append(target)
         if not target.exists():
