@@ -11,6 +11,7 @@ ptx     what nvcc emitted, for each --arch (oldest, 8.0, 9.0 and newest if none 
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -62,8 +63,8 @@ def layers(names: Sequence[str], archs: Sequence[int] | None = None) -> list[Lay
     return result
 
 
-def op_tests(root: Path = build.ROOT) -> list[str]:
-    return [str(path) for path in sorted((root / "tests").glob("test_op_*.py"))]
+def op_tests() -> list[str]:
+    return [str(path) for path in sorted((build.ROOT / "tests").glob("test_op_*.py"))]
 
 
 def reason_of(output: str) -> str:
@@ -89,16 +90,17 @@ def run_layer(
     environment = sanitizers.environment(layer.kind)
     library = build.build(layer.kind, ptx_arch=layer.ptx_arch, root=library_root)
     environment["FASTAMP_EMULATED_LIBRARY"] = str(library)
+    paths = [str(build.ROOT), str(build.ROOT / "tests"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [
         *sanitizers.command_prefix(layer.kind),
         sys.executable,
         "-m",
         "pytest",
         "-q",
-        "-k",
-        "cuda-emulated",
     ]
-    command += ["-p", "no:cacheprovider", "-p", "no:faulthandler", *op_tests(), *pytest_arguments]
+    command += ["-p", "cuda_emulator.only_emulated", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    command += [*op_tests(), *pytest_arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=build.ROOT, timeout=timeout
