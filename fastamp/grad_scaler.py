@@ -827,7 +827,7 @@ def _clip_unless_overflown_(
         return
     coefficient = clip.clip_coefficient(total, max_norm)
     if found_infs:
-        overflown = _combine(found_infs, coefficient.device).reshape(()) != 0
+        overflown = _combine(found_infs, coefficient.device) != 0
         coefficient = coefficient.masked_fill(overflown, 1.0)
     clip.clip_buckets_(buckets, coefficient)
 
