@@ -112,7 +112,7 @@ def build_info(cuda: bool, archs: list[str]) -> str:
         "archs": archs,
         "host_abi": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
-    return f'"""What this build was made with. Written by setup.py."""\n\nBUILD = {facts!r}\n'
+    return f'"""What this build was made with. Written by setup.py."""\n\nBUILD: dict[str, object] = {facts!r}\n'
 
 
 def extensions() -> list[Extension]:
