@@ -73,10 +73,18 @@ bool kernel_dtype(at::ScalarType type, DType* dtype) {
   }
 }
 
+// Whether the tensor's Python object, if it has one yet, is of a subclass: one may override only __torch_function__, of
+// which C++ knows nothing.
+bool is_python_subclass(const at::Tensor& tensor) {
+  PyObject* const object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  return object != nullptr && !THPVariable_CheckExact(object);
+}
+
 // Whether a kernel can read the tensor's memory. All others take torch's own path.
 bool is_plain(const at::Tensor& grad) {
-  return grad.layout() == at::kStrided && !grad.unsafeGetTensorImpl()->is_python_dispatch() && !grad.is_nested() &&
-         !grad.is_quantized() && (grad.is_cpu() || (grad.is_cuda() && launchers_of(true)));
+  return !is_python_subclass(grad) && grad.layout() == at::kStrided &&
+         !grad.unsafeGetTensorImpl()->is_python_dispatch() && !grad.is_nested() && !grad.is_quantized() &&
+         (grad.is_cpu() || (grad.is_cuda() && launchers_of(true)));
 }
 
 Layout layout_of(const at::Tensor& grad, StridedRef* strided) {
@@ -197,9 +205,8 @@ class GradientBuckets {
       auto zeros = [&] { return at::zeros({1}, options.dtype(at::kInt)); };
       // Never destroyed: at interpreter exit the CUDA context may be gone before static destructors run.
       static auto& tickets = *new TicketCache<at::Tensor>;
-      const at::Tensor ticket = l->is_capturing(stream)
-                                    ? zeros()
-                                    : tickets.get(device.is_cuda() ? device.index() : -1, stream, zeros);
+      const at::Tensor ticket =
+          l->is_capturing(stream) ? zeros() : tickets.get(device.is_cuda() ? device.index() : -1, stream, zeros);
       output.ticket = static_cast<unsigned*>(ticket.data_ptr());
       g.for_each_span([&](const TensorSpan& span, bool last) {
         output.finish = last;
