@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 import weakref
@@ -26,7 +27,7 @@ from fastamp.storage import (
     MIN_BYTES,
     Codec,
     Context,
-    InPlaceCheck,
+    Packed,
     Policy,
     check_storage,
     codec_for,
@@ -319,56 +320,86 @@ class _ThroughHooks:
 
 
 class _Payload:
-    """One memory, or one view of it, in coded form."""
+    """One memory, or one view of it, in coded form.
 
-    __slots__ = ("__weakref__", "_codec", "_decoded", "_packed", "_parts", "_stats", "_token", "version")
+    layout: shape and strides of the view; None if this stands for a whole memory of `numel` elements.
+    """
 
-    def __init__(self, codec: Codec, packed: Any, parts: Any, version: int, stats: StorageStats) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_codec",
+        "_decoded",
+        "_dtype",
+        "_layout",
+        "_numel",
+        "_parts",
+        "_stats",
+        "_token",
+        "version",
+    )
+
+    def __init__(
+        self, codec: Codec, parts: Any, nbytes: int, tensor: Tensor, numel: int, layout: Any, stats: StorageStats
+    ) -> None:
         self._codec = codec
-        self._packed = packed._replace(tensors=())
         self._parts = parts
-        self.version = version
+        self._dtype = tensor.dtype
+        self._numel = numel
+        self._layout = layout
+        self.version = tensor._version
         self._stats = stats
-        self._token = _Token(stats, packed.nbytes)
+        self._token = _Token(stats, nbytes)
         self._decoded: StorageWeakRef | None = None
 
-    def decoded(self) -> torch.UntypedStorage:
-        """The memory that this stands for; the same one as before if anything still uses that."""
+    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: Any) -> Tensor:
+        """A view of the memory that this stands for: of the same one as before, if anything still uses that."""
         reference = self._decoded  # another thread may replace it meanwhile
         if reference is not None:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
-                return storage
-        tensor = self._codec.unpack(self._packed._replace(tensors=self._parts.unpack_all()))
-        if tensor.storage_offset() != 0:  # hooks may return a view of anything
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+                tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+                return tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+        tensor = self._decode(self._parts.unpack_all())
         storage = tensor.untyped_storage()
         self._decoded = StorageWeakRef(storage)
         self._stats._unpacking(storage)
-        return storage
+        return tensor.as_strided(shape, stride, offset)
+
+    def _decode(self, parts: tuple[Tensor, ...]) -> Tensor:
+        if self._layout is None:
+            tensor = self._codec.decode(parts, self._numel, self._dtype)
+        else:
+            tensor = self._codec.unpack(Packed(parts, *self._layout, self._dtype))
+        if tensor.storage_offset() != 0:  # hooks may return a view of anything
+            moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            tensor = moved.copy_(tensor)
+        return tensor
 
 
 class _Coded:
     """A saved tensor that is a view of what a payload stands for."""
 
-    __slots__ = ("_check", "_dtype", "_offset", "_payload", "_shape", "_stride")
+    __slots__ = ("_offset", "_payload", "_probe", "_shape", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, payload: _Payload, offset: Any) -> None:
         self._payload = payload
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = offset
-        self._dtype = tensor.dtype
-        self._check = InPlaceCheck(tensor, _name(tensor))
+        # Shares the tensor's version counter and nothing of its memory.
+        self._probe = tensor.detach()
+        self._probe.data = _empty(tensor.dtype, tensor.device)
+        self._version = tensor._version
 
     def unpack(self) -> Tensor:
-        self._check()
-        storage = self._payload.decoded()
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-            return tensor.set_(storage, self._offset, self._shape, self._stride)  # type: ignore[call-overload]
+        if self._probe._version != self._version:
+            raise _modified(self._probe, self._shape, self._version)
+        return self._payload.view(self._shape, self._stride, self._offset)
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _AsIs:
@@ -384,10 +415,7 @@ class _AsIs:
 
     def unpack(self) -> Tensor:
         if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"{_name(self._tensor)} has been modified by an inplace operation since it was kept for backward "
-                f"(it is at version {self._tensor._version}, expected {self._version}); modify a clone instead"
-            )
+            raise _modified(self._tensor, self._tensor.shape, self._version)
         return self._tensor
 
 
@@ -395,8 +423,12 @@ def _made_by(tensor: Tensor) -> str:
     return "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
-def _name(tensor: Tensor) -> str:
-    return f"store_activations: a saved {tensor.dtype} tensor of shape {list(tensor.shape)}"
+def _modified(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"store_activations: a saved {tensor.dtype} tensor of shape {list(shape)} has been modified by an inplace "
+        f"operation since it was kept for backward (it is at version {tensor._version}, expected {expected}); modify "
+        "a clone instead"
+    )
 
 
 def _unpack(handle: _Coded | _AsIs) -> Tensor:
@@ -451,7 +483,7 @@ class _Region:
         if storage.as_is is None or storage.as_is() is None:
             codec = self._codec(tensor, root, memory)
             if codec is not None:
-                handle = self._pack_coded(tensor, memory, storage, known, codec)
+                handle = self._pack_coded(tensor, root, memory, storage, known, codec)
                 if handle is not None:
                     return handle
         return self._keep(tensor, memory, storage, known)
@@ -492,7 +524,7 @@ class _Region:
         return None if tensor.is_leaf else as_is
 
     def _pack_coded(
-        self, tensor: Tensor, memory: torch.UntypedStorage, storage: _Storage, known: bool, codec: Codec
+        self, tensor: Tensor, root: Tensor, memory: torch.UntypedStorage, storage: _Storage, known: bool, codec: Codec
     ) -> _Coded | None:
         version = tensor._version
         whole = (codec.name, tensor.dtype)
@@ -502,29 +534,34 @@ class _Region:
             if payload is not None:
                 self.stats._add("duplicates", tensor.nbytes, 0)
                 return _Coded(tensor, payload, offset)
-        if _worth_whole(tensor, memory):
-            source, what, offset = _all_of(memory, tensor.dtype), whole, tensor.storage_offset()
+        # Packing runs without autograd, and so does whatever it calls.
+        if _worth_whole(tensor, root, memory):
+            what, offset, layout = whole, tensor.storage_offset(), None
+            numel = memory.nbytes() // tensor.element_size()
+            tensors = codec.encode(tensor.as_strided((numel,), (1,), 0))
         else:
-            source, what, offset = tensor, view, 0
-        packed = codec.pack(source)
-        if not packed.tensors:
+            what, offset, layout = view, 0, (tensor.shape, tensor.stride())
+            numel = tensor.numel()
+            tensors = codec.pack(tensor).tensors
+        if not tensors:
             return None
+        nbytes = sum(part.nbytes for part in tensors)
         if self._offload and _is_on_device(tensor):
-            parts: Any = HostCopy(packed.tensors)
-            self.stats.offloaded += packed.nbytes
+            parts: Any = HostCopy(tensors)
+            self.stats.offloaded += nbytes
         elif self._outer is not None:
-            parts = _ThroughHooks(packed.tensors, self._outer)
+            parts = _ThroughHooks(tensors, self._outer)
         else:
-            parts = _Here(packed.tensors)
-        payload = _Payload(codec, packed, parts, version, self.stats)
+            parts = _Here(tensors)
+        payload = _Payload(codec, parts, nbytes, tensor, numel, layout, self.stats)
         storage.put(what, payload)
         before = 0 if known else memory.nbytes()
         if codec.name in ("masks", "bits"):
-            self.stats._add("masks", before, packed.nbytes)
+            self.stats._add("masks", before, nbytes)
         else:
-            self.stats._add(codec.name, before, packed.tensors[0].nbytes)
-            if len(packed.tensors) > 1:
-                self.stats._add("scales", 0, sum(part.nbytes for part in packed.tensors[1:]))
+            self.stats._add(codec.name, before, tensors[0].nbytes)
+            if len(tensors) > 1:
+                self.stats._add("scales", 0, nbytes - tensors[0].nbytes)
         return _Coded(tensor, payload, offset)
 
     def _keep(self, tensor: Tensor, memory: torch.UntypedStorage, storage: _Storage, known: bool) -> _AsIs:
@@ -543,11 +580,10 @@ def _is_on_device(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _worth_whole(tensor: Tensor, memory: torch.UntypedStorage) -> bool:
+def _worth_whole(tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> bool:
     """Whether to code all of a tensor's memory: if the tensor is much of it, and all of it is known to be
     values of one tensor. Other bytes, never written perhaps, could spoil the scales of the blocks they are
     in."""
-    root = tensor if tensor._base is None else tensor._base
     elements = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0)
     return (
         root.dtype == tensor.dtype
@@ -555,12 +591,6 @@ def _worth_whole(tensor: Tensor, memory: torch.UntypedStorage) -> bool:
         and 0 not in root.stride()
         and 4 * elements * tensor.element_size() >= memory.nbytes()
     )
-
-
-@torch.no_grad()
-def _all_of(memory: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    values = torch.empty(0, dtype=dtype, device=memory.device)
-    return values.set_(memory)  # type: ignore[call-overload]
 
 
 def _outer_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
