@@ -15,10 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "release_pinned_memory"]
+__all__ = ["HostCopy", "check_offload", "is_offloadable", "release_pinned_memory"]
 
 # Where a tensor starts in a buffer: device copies are fastest from there, and every dtype may start there.
 _ALIGNMENT = 512
+
+
+def check_offload(offload: str | None, caller: str) -> None:
+    if offload not in (None, "cpu"):
+        raise ValueError(f"{caller}: offload must be None or 'cpu', got {offload!r}")
+
+
+def is_offloadable(tensor: Tensor) -> bool:
+    """Whether offloading moves a tensor: what is in host memory already stays where it is."""
+    return tensor.is_cuda
 
 
 class Side:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from fastamp import _delta
+from fastamp import _delta, _offload
 from fastamp import storage as _storage
 from fastamp._buffers import BufferRecord
 
@@ -50,6 +50,7 @@ def checkpoint(
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
     storage: str | _storage.Policy = "exact",
+    offload: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run `function(*args, **kwargs)` and keep only its inputs; recompute the rest when backward needs it.
@@ -78,6 +79,9 @@ def checkpoint(
             approximate gradients "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2" or "int4", or a policy
             `(tensor, context) -> format`. It applies to floating activations of 4 KiB and more that are not
             leaves; bool masks are kept as bits, everything else as it is. Non-reentrant only.
+        offload: "cpu" moves what `storage` keeps of CUDA activations and masks (after coding, also with
+            "exact") to pinned host memory, on a stream of its own; backward fetches it back one ahead. For
+            tensors in host memory it does nothing. Saved-tensor hooks do not see these. Non-reentrant only.
         kwargs: passed to `function`.
 
     Beyond torch: tensors in kwargs and in nested containers (lists, tuples, dicts and whatever else is
@@ -103,6 +107,7 @@ def checkpoint(
         "early_stop": early_stop,
         "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
         "storage": storage,
+        "offload": offload,
     }
     if function is None and not args:
         if kwargs:
@@ -166,6 +171,7 @@ def checkpoint_stack(
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
+    offload: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run `x = block(x, *args, **kwargs)` for each block, each checkpointed, and return the last x.
@@ -195,6 +201,7 @@ def checkpoint_stack(
         early_stop=early_stop,
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         storage=storage,
+        offload=offload,
     )
     return _run_stack(blocks, x, args, kwargs, config, keyframe_every)
 
@@ -298,6 +305,7 @@ def _eager(
     early_stop: bool,
     respect_saved_tensors_hooks: bool | None,
     storage: str | _storage.Policy | _delta.DeltaChain,
+    offload: str | None,
 ) -> Any:
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
@@ -307,6 +315,7 @@ def _eager(
         raise ValueError(
             f"checkpoint: determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check!r}"
         )
+    _offload.check_offload(offload, "checkpoint")
     exact = isinstance(storage, str) and storage == "exact"
     if not exact and not isinstance(storage, _delta.DeltaChain):
         if isinstance(storage, str) and storage in _delta.FORMATS:
@@ -321,8 +330,8 @@ def _eager(
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
                 "use_reentrant=False."
             )
-        if not exact:
-            raise ValueError("Passing `storage` is only supported when use_reentrant=False.")
+        if not exact or offload is not None:
+            raise ValueError("Passing `storage` or `offload` is only supported when use_reentrant=False.")
         if kwargs:
             raise ValueError(
                 f"Unexpected keyword arguments: {','.join(kwargs)} (keyword arguments for the function need "
@@ -373,7 +382,7 @@ def _eager(
         error_cb,
         _Fingerprints(record) if check_values else _METADATA[determinism_check],
     )
-    frame.kept = frame.input_saver = _KeptInputs(inputs, storage, function)
+    frame.kept = frame.input_saver = _KeptInputs(inputs, storage, function, offload is not None)
     if forward_context is not None:
         _route_sac(forward_context, respect_saved_tensors_hooks)
     unpreserved = None
@@ -530,7 +539,11 @@ def _save(tensor: Tensor) -> Any:
     return _make_saved_tensor(tensor, is_output=False)
 
 
-_KEPT = (_Saved, _storage.Kept, _delta.KeptInChain)
+def _save_on_host(tensor: Tensor) -> Any:
+    return _offload.HostCopy([tensor.contiguous()])
+
+
+_KEPT = (_Saved, _storage.Kept, _delta.KeptInChain, _offload.HostCopy)
 _AnyStorage = str | _storage.Policy | _delta.DeltaChain
 
 
@@ -539,25 +552,28 @@ class _KeptInputs:
 
     __slots__ = ("_inputs", "_kept")
 
-    def __init__(self, inputs: _Inputs, storage: _AnyStorage, function: Any) -> None:
+    def __init__(self, inputs: _Inputs, storage: _AnyStorage, function: Any, offload: bool = False) -> None:
         self._inputs = inputs
-        if isinstance(storage, str) and storage == "exact":
+        if isinstance(storage, str) and storage == "exact" and not offload:
             self._kept = [_save(leaf) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
         else:
             self._kept = [
-                self._keep(index, leaf, storage, function) if isinstance(leaf, Tensor) else leaf
+                self._keep(index, leaf, storage, function, offload) if isinstance(leaf, Tensor) else leaf
                 for index, leaf in enumerate(inputs.leaves)
             ]
 
-    def _keep(self, index: int, tensor: Tensor, storage: _AnyStorage, function: Any) -> Any:
+    def _keep(self, index: int, tensor: Tensor, storage: _AnyStorage, function: Any, offload: bool) -> Any:
         name = f"checkpoint: {self._inputs.name(index)}"
+        offload = offload and _offload.is_offloadable(tensor)
         if isinstance(storage, _delta.DeltaChain):
             if index == 0:
-                return storage.keep(tensor, name, _save)
+                return storage.keep(tensor, name, _save_on_host if offload else _save)
             storage = "exact"
         context = functools.partial(self._context, index, function)
         codec = _storage.codec_for(tensor, storage, context)
-        return _save(tensor) if codec.name == "exact" else _storage.Kept(tensor, codec, name, _save)
+        if codec.name == "exact" and not (offload and _storage.is_activation(tensor)):
+            return _save(tensor)
+        return _storage.Kept(tensor, codec, name, _save, offload)
 
     def _context(self, index: int, function: Any) -> _storage.Context:
         return _storage.Context(self._inputs.name(index), function)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastamp import ops
+from fastamp import _offload, ops
 
 __all__ = [
     "FORMATS",
@@ -114,9 +114,15 @@ def from_memory_order(values: Tensor, shape: Sequence[int], stride: Sequence[int
 
 
 class _Exact(Codec):
-    """Keeps the tensor itself."""
+    """Keeps the tensor itself; coding is for moving it elsewhere."""
 
     name = "exact"
+
+    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
+        return (values,)
+
+    def decode(self, kept: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return kept[0]
 
 
 class _Cast(Codec):
@@ -297,27 +303,32 @@ class InPlaceCheck:
 
 
 class Kept:
-    """One tensor kept by a codec other than exact.
+    """One tensor kept by a codec other than exact, or offloaded.
 
     save: keeps a tensor for backward and returns an object whose `unpack()` gives it back (autograd's own, so
-    that saved-tensor hooks apply).
+    that saved-tensor hooks apply).  offload: keep the code in host memory instead.
     """
 
     __slots__ = ("_check", "_codec", "_packed", "_parts", "_payload", "_requires_grad")
 
-    def __init__(self, tensor: Tensor, codec: Codec, name: str, save: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, tensor: Tensor, codec: Codec, name: str, save: Callable[[Tensor], Any], offload: bool = False
+    ) -> None:
         payload = _payload(tensor, codec)
         # Hooks may move the kept tensors elsewhere, and then nothing here may hold on to them.
-        self._payload = None if hooks_are_active() else payload
+        self._payload = None if offload or hooks_are_active() else payload
         self._codec = codec
         self._packed = payload.packed._replace(tensors=())
-        self._parts = [save(part) for part in payload.packed.tensors]
+        parts = payload.packed.tensors
+        self._parts: Any = _offload.HostCopy(parts) if offload else [save(part) for part in parts]
         self._requires_grad = tensor.requires_grad
         self._check = InPlaceCheck(tensor, name)
 
     def unpack(self) -> Tensor:
         self._check()
-        packed = self._packed._replace(tensors=tuple(part.unpack() for part in self._parts))
+        offloaded = isinstance(self._parts, _offload.HostCopy)
+        parts = self._parts.unpack_all() if offloaded else tuple(part.unpack() for part in self._parts)
+        packed = self._packed._replace(tensors=parts)
         return self._codec.unpack(packed).requires_grad_(self._requires_grad)
 
 

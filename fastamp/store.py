@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastamp import ops
-from fastamp._offload import HostCopy
+from fastamp import _offload, ops
 from fastamp.storage import (
     MIN_BYTES,
     Codec,
@@ -63,7 +62,7 @@ def store_activations(
         min_bytes: smaller tensors are kept as they are.
         offload: "cpu" moves what is kept of CUDA tensors (after coding) to pinned host memory, on a stream
             of its own; backward fetches it back one ahead. For tensors that are in host memory already it
-            does nothing. The buffers are pooled for the process; `release_pinned_memory()` frees unused ones.
+            does nothing. The buffers are pooled for the process.
         never: tensors that are kept as they are, matched by the memory they share (so views of them too), or
             predicates `tensor -> bool` that say so, or an iterable of both. For router scores, say, or where
             backward divides by a saved value.
@@ -103,8 +102,7 @@ def store_activations(
         raise TypeError(f"store_activations: min_bytes must be an int, got {type(min_bytes).__name__}")
     if min_bytes < 0:
         raise ValueError(f"store_activations: min_bytes must not be negative, got {min_bytes}")
-    if offload not in (None, "cpu"):
-        raise ValueError(f"store_activations: offload must be None or 'cpu', got {offload!r}")
+    _offload.check_offload(offload, "store_activations")
     return _region(format, min_bytes, offload == "cpu", _never_list(never))
 
 
@@ -369,7 +367,8 @@ class _Payload:
         if self._layout is None:
             tensor = self._codec.decode(parts, self._numel, self._dtype)
         else:
-            tensor = self._codec.unpack(Packed(parts, *self._layout, self._dtype))
+            shape, stride = self._layout
+            tensor = self._codec.unpack(Packed(parts, shape, stride, self._dtype))
         if tensor.storage_offset() != 0:  # hooks may return a view of anything
             moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             tensor = moved.copy_(tensor)
@@ -506,7 +505,7 @@ class _Region:
         """How to keep a tensor; None: as it is and where it is."""
         if min(tensor.nbytes, memory.nbytes()) < max(self._min_bytes, 1) or tensor.is_neg() or tensor.is_conj():
             return None
-        moves = self._outer is not None or (self._offload and _is_on_device(tensor))
+        moves = self._outer is not None or (self._offload and _offload.is_offloadable(tensor))
         as_is = _WHOLE if moves else None
         if memory._cdata in self._never or any(predicate(tensor) for predicate in self._predicates):
             return as_is
@@ -546,8 +545,8 @@ class _Region:
         if not tensors:
             return None
         nbytes = sum(part.nbytes for part in tensors)
-        if self._offload and _is_on_device(tensor):
-            parts: Any = HostCopy(tensors)
+        if self._offload and _offload.is_offloadable(tensor):
+            parts: Any = _offload.HostCopy(tensors)
             self.stats.offloaded += nbytes
         elif self._outer is not None:
             parts = _ThroughHooks(tensors, self._outer)
@@ -573,11 +572,6 @@ class _Region:
         else:
             self.stats._add("duplicates", tensor.nbytes, 0)
         return _AsIs(tensor, token)
-
-
-def _is_on_device(tensor: Tensor) -> bool:
-    """Whether offloading moves it."""
-    return tensor.is_cuda
 
 
 def _worth_whole(tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> bool:

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fastamp
 from fastamp import _offload
-from fastamp.checkpointing import checkpoint
+from fastamp.checkpointing import checkpoint, checkpoint_stack
 from fastamp.store import StorageStats
 
 APPROXIMATE = ["bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
@@ -948,12 +948,17 @@ def test_buffer_reuse_is_ordered_behind_loading(side):
     assert second.unpack()[0] == 2.0
 
 
-def test_region_offloads_through_host_memory(model, x, side, monkeypatch):
-    """The whole way, with every tensor taken for one of a device."""
-    _, expected = gradients(model, x, fastamp.store_activations("int8"))
+@pytest.fixture
+def as_device(side, monkeypatch) -> LateSide:
+    """Every tensor is taken for one of a device."""
     memory = _offload.HostMemory(side)
     monkeypatch.setattr(_offload, "_memory_of", lambda device: memory)
-    monkeypatch.setattr("fastamp.store._is_on_device", lambda tensor: True)
+    monkeypatch.setattr(_offload, "is_offloadable", lambda tensor: True)
+    return side
+
+
+def test_region_offloads_through_host_memory(model, x, side, as_device):
+    _, expected = gradients(model, x, fastamp.store_activations("int8"))
     for _ in range(2):
         with fastamp.store_activations("int8", offload="cpu") as stats:
             _, found = gradients(model, x)
@@ -961,3 +966,39 @@ def test_region_offloads_through_host_memory(model, x, side, monkeypatch):
         assert stats.offloaded >= stats.kinds["int8"].after + stats.kinds["scales"].after
         buffers = len(side.pinned_bytes)
     assert stats.held == 0 and len(side.pinned_bytes) == buffers
+
+
+@pytest.mark.parametrize("format", ["exact", "bf16", "int8", "delta-int8"])
+def test_checkpoint_offloads_through_host_memory(x, side, request, format):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Model() for _ in range(4))
+
+    def run(blocks: nn.Module, x: Tensor, **kwargs) -> Tensor:
+        return checkpoint_stack(blocks, x, storage=format, **kwargs)
+
+    _, expected = gradients(blocks, x, run=run)
+    _, host = gradients(blocks, x, run=lambda blocks, x: run(blocks, x, offload="cpu"))
+    assert not side.pinned_bytes  # host tensors stay where they are
+    request.getfixturevalue("as_device")
+    for _ in range(2):
+        _, found = gradients(blocks, x, run=lambda blocks, x: run(blocks, x, offload="cpu"))
+        assert all(map(torch.equal, found, expected)) and all(map(torch.equal, host, expected))
+        buffers = len(side.pinned_bytes)
+    assert buffers == len(side.pinned_bytes) >= 4
+
+
+def test_offloaded_checkpoint_sees_in_place_writes(model, x, as_device):
+    leaf = x.requires_grad_()
+    kept = leaf * 1
+    loss = checkpoint(model, kept, offload="cpu").sum()
+    with torch.no_grad():
+        kept.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_bad_checkpoint_offload(model, x):
+    with pytest.raises(ValueError, match="offload must be None or 'cpu', got 'disk'"):
+        checkpoint(model, x, offload="disk")
+    with pytest.raises(ValueError, match="`offload` is only supported when use_reentrant=False"):
+        checkpoint(model, x, offload="cpu", use_reentrant=True)
