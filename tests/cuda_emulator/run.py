@@ -100,6 +100,7 @@ def run_layer(
         "-q",
     ]
     command += ["-p", "cuda_emulator.only_emulated", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    command += ["--capture=sys"]  # a sanitizer ends the process: its report must not be in pytest's hands
     command += [*op_tests(), *pytest_arguments]
     try:
         done = subprocess.run(
