@@ -10,19 +10,37 @@ from typing import TYPE_CHECKING, Any
 from fastamp._version import __version__
 
 if TYPE_CHECKING:
+    from fastamp.checkpointing import checkpoint, checkpoint_sequential, checkpoint_stack
     from fastamp.clip import clip_grad_norm_
     from fastamp.grad_scaler import GradScaler
     from fastamp.patching import patch, patched, unpatch
+    from fastamp.scheduling import step_scheduler
     from fastamp.store import store_activations
 
-__all__ = ["GradScaler", "__version__", "clip_grad_norm_", "patch", "patched", "store_activations", "unpatch"]
+__all__ = [
+    "GradScaler",
+    "__version__",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_stack",
+    "clip_grad_norm_",
+    "patch",
+    "patched",
+    "step_scheduler",
+    "store_activations",
+    "unpatch",
+]
 
 # Imported at first use, so that `import fastamp` loads no compiled code.
 _HOMES = {
     "GradScaler": "fastamp.grad_scaler",
+    "checkpoint": "fastamp.checkpointing",
+    "checkpoint_sequential": "fastamp.checkpointing",
+    "checkpoint_stack": "fastamp.checkpointing",
     "clip_grad_norm_": "fastamp.clip",
     "patch": "fastamp.patching",
     "patched": "fastamp.patching",
+    "step_scheduler": "fastamp.scheduling",
     "store_activations": "fastamp.store",
     "unpatch": "fastamp.patching",
 }

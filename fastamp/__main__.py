@@ -13,6 +13,7 @@ COMMANDS = {
         "fastamp.demo",
         "train a small GPT with torch's GradScaler and with fastamp's, and compare them",
     ),
+    "run": ("fastamp.run", "run an unmodified program with fastamp's scaler and checkpoint for torch's"),
 }
 
 

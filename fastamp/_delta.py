@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastamp import profiling
 from fastamp import storage as _storage
 
 
@@ -91,7 +92,8 @@ class KeptInChain:
     @torch.no_grad()
     def unpack(self) -> Tensor:
         self._check()
-        values = self._link.decode(self._shape.numel(), self._dtype)
+        with profiling.span("unpack"):
+            values = self._link.decode(self._shape.numel(), self._dtype)
         return _storage.from_memory_order(values, self._shape, self._stride).requires_grad_(self._requires_grad)
 
 
@@ -126,8 +128,10 @@ class DeltaChain:
             self._last = self._decoded = None
             self._links = 0
             codec = self._keyframe_codec
-        kept = codec.encode(values, base=self._decoded)
-        self._decoded = codec.decode(kept, values.numel(), tensor.dtype, base=self._decoded)
+        with profiling.span("pack"):
+            kept = codec.encode(values, base=self._decoded)
+            self._decoded = codec.decode(kept, values.numel(), tensor.dtype, base=self._decoded)
+        profiling.stored(codec.name, values, kept)
         self._last = _Link(codec, kept, self._last, save)
         self._links += 1
         self._layout = layout

@@ -264,6 +264,9 @@ class _Checkpointed:
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
+        # An exported program has no backward to recompute for.
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
         return _traced(function, args, kwargs, config)
     return _eager(function, args, kwargs, **config)
 

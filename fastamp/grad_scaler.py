@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from fastamp import _scalars, clip, ops
+from fastamp import _scalars, clip, ops, profiling
 from fastamp._gradients import GradientBuckets, gradient_buckets, has_kernels
 from fastamp._overflow import OverflowedParameter, nonfinite
 
@@ -152,9 +152,32 @@ class GradScaler(torch.amp.GradScaler):
 
     # ---- the scale -----------------------------------------------------------------------------------------
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a tensor, or each tensor of an iterable, by the scale: :meth:`torch.amp.GradScaler.scale`.
+
+        Can be called inside a function that ``torch.compile`` compiles, without a graph break. No sync.
+
+        Raises:
+            RuntimeError: called under ``torch.export``, which would freeze the scale to its present value.
+        """
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                "GradScaler.scale: cannot be exported, because the scale changes while training goes on and an "
+                "exported program would keep its present value. Export the model without the scaler."
+            )
+        if not self._enabled or not isinstance(outputs, Tensor):
+            return super().scale(outputs)
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
         assert self._scale is not None
+        return outputs * self._scale.to(device=outputs.device, non_blocking=True)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # Not super(): torch.compile refuses to trace what is in torch's own file.
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         if self._has_scale_policy() and not has_kernels(self._scale.device):
             raise RuntimeError(
                 "GradScaler: min_scale, max_scale and hysteresis need fastamp kernels for "
@@ -221,12 +244,14 @@ class GradScaler(torch.amp.GradScaler):
                     "a gradient to check since the last update(): call scaler.step(optimizer) before "
                     "scaler.update(), and check that backward() reaches the optimizer's parameters."
                 )
-            self._update_scale(scale, growth_tracker, found_infs)
+            with profiling.span("update"):
+                self._update_scale(scale, growth_tracker, found_infs)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for state in states.values():
             _drop_folded_clip(state)
         if self._history is not None:
             self._end_iteration(self._history)
+        profiling.updated(self)
 
     def _update_scale(self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor]) -> None:
         if not has_kernels(scale.device):
@@ -278,12 +303,13 @@ class GradScaler(torch.amp.GradScaler):
         # The correctly rounded reciprocal, which torch takes by way of float64: the float64 quotient of a
         # 24-bit number never comes to lie on a rounding boundary of float32, so that both roundings agree.
         inv_scale = scale.reciprocal()
-        if self._is_own("_unscale_grads_"):
-            found_infs = self._own_pass(optimizer, self._allow_fp16_grads, inv_scale)
-        else:
-            found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-            found_infs = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16_grads)
-        state["found_inf_per_device"] = self._over_group(found_infs)
+        with profiling.span("unscale"):
+            if self._is_own("_unscale_grads_"):
+                found_infs = self._own_pass(optimizer, self._allow_fp16_grads, inv_scale)
+            else:
+                found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+                found_infs = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16_grads)
+            state["found_inf_per_device"] = self._over_group(found_infs)
         state["stage"] = OptState.UNSCALED
 
     def _is_own(self, name: str) -> bool:
@@ -353,7 +379,8 @@ class GradScaler(torch.amp.GradScaler):
             found_infs = super()._check_inf_per_device(optimizer)
         else:
             self._check_scale_growth_tracker("_check_inf_per_device")
-            found_infs = self._own_pass(optimizer, True, None)  # type: ignore[assignment]
+            with profiling.span("check"):
+                found_infs = self._own_pass(optimizer, True, None)  # type: ignore[assignment]
         found_infs = self._over_group(found_infs)  # type: ignore[arg-type, assignment]
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -484,7 +511,8 @@ class GradScaler(torch.amp.GradScaler):
         if ready:
             assert self._scale is not None
             inv_scale = self._scale.reciprocal()
-            total, found_infs = _norm_pass(buckets, None if fold else inv_scale)
+            with profiling.span("unscale"):
+                total, found_infs = _norm_pass(buckets, None if fold else inv_scale)
             found_infs = self._over_group(found_infs)
             if fold:
                 total = total * _move(inv_scale, total.device)
@@ -554,9 +582,11 @@ class GradScaler(torch.amp.GradScaler):
                     stacklevel=2,
                 )
                 kwargs["grad_scaler"] = self
-                retval = optimizer.step(*args, **kwargs)
+                with profiling.span("step"):
+                    retval = optimizer.step(*args, **kwargs)
             else:
-                retval = self._step_with_scale(optimizer, state, args, kwargs)
+                with profiling.span("step"):
+                    retval = self._step_with_scale(optimizer, state, args, kwargs)
             self._history.record(optimizer, list(state["found_inf_per_device"].values()))
         else:
             if state["stage"] is OptState.READY:
@@ -565,7 +595,8 @@ class GradScaler(torch.amp.GradScaler):
             if not found_infs:
                 raise AssertionError(_no_checks_message(optimizer))
             self._history.record(optimizer, found_infs)
-            retval = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            with profiling.span("step"):
+                retval = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return retval
 

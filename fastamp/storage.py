@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastamp import _offload, ops
+from fastamp import _offload, ops, profiling
 
 __all__ = [
     "FORMATS",
@@ -72,13 +72,18 @@ class Codec:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Packed:
-        return Packed(self.encode(memory_order(tensor)), tensor.shape, tensor.stride(), tensor.dtype)
+        with profiling.span("pack"):
+            values = memory_order(tensor)
+            kept = self.encode(values)
+        profiling.stored(self.name, values, kept)
+        return Packed(kept, tensor.shape, tensor.stride(), tensor.dtype)
 
     @torch.no_grad()
     def unpack(self, packed: Packed) -> Tensor:
         numel = math.prod(_distinct(packed.shape, packed.stride))
-        values = self.decode(packed.tensors, numel, packed.dtype)
-        return from_memory_order(values, packed.shape, packed.stride)
+        with profiling.span("unpack"):
+            values = self.decode(packed.tensors, numel, packed.dtype)
+            return from_memory_order(values, packed.shape, packed.stride)
 
 
 def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 import fastamp
 from fastamp import demo
-from fastamp.demo import report
+from fastamp.demo import memory, report
 from fastamp.demo.command import parse
 from fastamp.demo.text import batches, standard_library
 
@@ -104,6 +104,51 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, capsys, monkeypatch)
     assert not (tmp_path / "plot.png").exists()
 
 
+@pytest.fixture
+def measured_here(monkeypatch):
+    """Memory is measured in this process: saved bytes are right, and new processes take seconds."""
+    monkeypatch.setattr(memory, "measure", memory.measure_here)
+
+
+def test_checkpoint_with_stored_boundaries(tmp_path, capsys, measured_here):
+    code, numbers = run(
+        tmp_path, "--dtype", "fp32", "--layers", "3", "--seq", "32", "--checkpoint", "--storage", "int8"
+    )
+    plain, torchs, exact, int8 = numbers["runs"]
+    assert code == 0
+    assert exact["losses"] == torchs["losses"] == plain["losses"]
+    assert exact["gradient_error"] == torchs["gradient_error"] == 0
+    assert 0 < int8["gradient_error"] < 0.05
+    assert exact["saved_bytes"] <= 1.02 * torchs["saved_bytes"] < 0.5 * plain["saved_bytes"]
+    boundaries = 3 * 2 * 32 * 32 * 4
+    assert int8["saved_bytes"] < exact["saved_bytes"] - 0.7 * boundaries
+    assert "saved for backward (MB)" in capsys.readouterr().out
+
+
+def test_stored_activations(tmp_path, measured_here):
+    code, numbers = run(tmp_path, "--dtype", "fp32", "--seq", "32", "--store", "int8")
+    plain, drop_in, stored = numbers["runs"]
+    assert code == 0
+    assert drop_in["saved_bytes"] == plain["saved_bytes"]
+    assert stored["saved_bytes"] < 0.6 * plain["saved_bytes"]
+    assert 0 < stored["gradient_error"] < 0.05
+
+
+def test_stored_exactly_is_compared_exactly(tmp_path, measured_here):
+    code, numbers = run(tmp_path, "--dtype", "fp32", "--dropout", "0.1", "--steps", "4", "--store", "exact")
+    plain, _, stored = numbers["runs"]
+    assert code == 0
+    assert stored["exact"] and stored["gradient_error"] == 0 and stored["losses"] == plain["losses"]
+    assert stored["saved_bytes"] < plain["saved_bytes"]  # dropout's masks
+
+
+def test_memory_is_measured_in_a_process_of_its_own():
+    options = parse(["--dtype", "fp32", "--device", "cpu", "--width", "64", "--seq", "256", "--batch", "16"])
+    found = memory.measure(options, 0)
+    assert found["saved_bytes"] == memory.measure_here(options, 0)["saved_bytes"]
+    assert found["saved_bytes"] < found["peak_bytes"] < 2 * found["saved_bytes"]
+
+
 def test_text_is_split_by_file_and_batches_are_repeatable():
     text = standard_library()
     assert text.files > 100
@@ -128,6 +173,7 @@ def test_table_is_aligned():
         (["--width", "40"], "argument --width: expected a multiple of 16"),
         (["--steps", "0"], "argument --steps: expected a positive integer, got 0"),
         (["--dropout", "1"], "argument --dropout: expected a rate in [0, 1)"),
+        (["--storage", "int8"], "argument --storage: needs --checkpoint"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
     ],
 )

@@ -8,8 +8,9 @@ examples/train_gpt.py is the same program around a training step that is written
 
     command.py    options, main()
     text.py       the bytes to train on
-    model.py      the GPT
+    model.py      the GPT, and the ways to call its blocks
     training.py   recipes, and the jobs that train by them, timed
+    memory.py     saved bytes, peak memory, gradient error
     report.py     results, table        plot.py   the PNG
 """
 

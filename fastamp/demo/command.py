@@ -71,6 +71,20 @@ def parse(argv: Sequence[str] | None = None, prog: str = "python -m fastamp demo
     add("--init-scale", type=float, help="first loss scale (default: 2^16, as torch, in fp16, else 2^127)")
     add("--growth-interval", type=count, default=16, help="steps without overflow until the scale doubles")
     add("--seed", type=int, default=0, help="of weights, batches and dropout; 0 if not given")
+    add = parser.add_argument_group(
+        "memory", "Each adds columns, and rows for saved memory, peak memory and gradient error."
+    ).add_argument
+    add("--checkpoint", action="store_true", help="recompute each block in the backward pass")
+    add(
+        "--storage",
+        metavar="FORMAT",
+        help="of the blocks' inputs under --checkpoint: bf16, int8, delta-int4, ...",
+    )
+    add(
+        "--store",
+        metavar="FORMAT",
+        help="of all that autograd saves, without recompute: exact, bf16, int8, ...",
+    )
     add = parser.add_argument_group("output").add_argument
     add("--out", default="train_gpt.png", metavar="PLOT.png", help="where to write the plot; '' for nowhere")
     add("--json", metavar="OUT.json", help="where to write every number of the run")
@@ -79,6 +93,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "python -m fastamp demo
         parser.error(f"argument --width: expected a multiple of 16, the width of a head, got {options.width}")
     if not 0 <= options.dropout < 1:
         parser.error(f"argument --dropout: expected a rate in [0, 1), got {options.dropout}")
+    if options.storage and not options.checkpoint:
+        parser.error("argument --storage: needs --checkpoint; to store without recompute, use --store")
     if options.dtype == "auto":
         options.dtype = "fp16" if _fast_fp16(options.device) else "bf16"
     if options.init_scale is None:

@@ -27,11 +27,12 @@ def write(found: Sequence[Result], path: str) -> str:
     except ImportError:
         return "plot:    not drawn, matplotlib is missing; to get it: python -m pip install matplotlib"
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
-        figure = Figure(figsize=(13, 4.2), dpi=150, facecolor="white", layout="constrained")
-        losses, scales, times = figure.subplots(1, 3, width_ratios=[1.15, 1.15, 1])
-        draw_losses(losses, found)
-        draw_scales(scales, found)
-        draw_times(times, found)
+        panels = [draw_losses, draw_scales, draw_times]
+        if "saved_bytes" in found[0]:
+            panels.append(draw_memory)
+        figure = Figure(figsize=(1 + 4 * len(panels), 4.2), dpi=150, facecolor="white", layout="constrained")
+        for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True):
+            draw(axes, found)
         figure.savefig(path)
     return f"plot:    {path}"
 
@@ -66,10 +67,9 @@ def draw_scales(axes: Any, found: Sequence[Result]) -> None:
 def draw_times(axes: Any, found: Sequence[Result]) -> None:
     """A stacked bar per recipe: what the scaler takes of a step, by phase."""
     tops = [0.0] * len(found)
-    names = [result["name"].replace(", ", ",\n").replace(" checkpoint", "\ncheckpoint") for result in found]
     for phase, colour in PHASE_COLOURS.items():
         heights = [result["scaler_us"][phase] for result in found]
-        axes.bar(names, heights, bottom=tops, color=colour, width=0.6, label=phase)
+        axes.bar(bar_names(found), heights, bottom=tops, color=colour, width=0.6, label=phase)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     for position, (result, top) in enumerate(zip(found, tops, strict=True)):
         total = f"{result['scaler_us']['total']:,.0f} µs"
@@ -79,3 +79,19 @@ def draw_times(axes: Any, found: Sequence[Result]) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+
+
+def draw_memory(axes: Any, found: Sequence[Result]) -> None:
+    saved = [result["saved_bytes"] / 1e6 for result in found]
+    axes.bar(bar_names(found), saved, color=COLOURS[: len(found)], width=0.6)
+    for position, (result, top) in enumerate(zip(found, saved, strict=True)):
+        error = f"\nerror {result['gradient_error']:.0e}" if result["gradient_error"] else ""
+        axes.annotate(f"{top:.2f} MB{error}", (position, top), ha="center", va="bottom", fontweight="bold")
+    axes.set(title="Saved for the backward pass", ylabel="memory per micro-batch (MB)")
+    axes.margins(y=0.15)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def bar_names(found: Sequence[Result]) -> list[str]:
+    return [result["name"].replace(", ", ",\n").replace(" checkpoint", "\ncheckpoint") for result in found]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastamp._version import __version__
+from fastamp.demo import memory
 from fastamp.demo.text import Text, batches
 from fastamp.demo.training import PHASES, Job
 
@@ -22,7 +23,7 @@ def results(jobs: Sequence[Job], text: Text, options: argparse.Namespace) -> lis
     """One dictionary per job, ready for JSON: what the table and the plot show."""
     held_out = list(batches(text.validation, 8, options))
     tokens = options.batch * options.seq * options.accumulation
-    return [
+    found: list[Result] = [
         {
             "name": job.recipe.name,
             "exact": job.recipe.exact,
@@ -37,6 +38,11 @@ def results(jobs: Sequence[Job], text: Text, options: argparse.Namespace) -> lis
         }
         for job in jobs
     ]
+    if options.checkpoint or options.store:
+        for index, (job, result) in enumerate(zip(jobs, found, strict=True)):
+            result |= memory.measure(options, index)
+            result["gradient_error"] = memory.gradient_error(job, jobs[0], held_out[0])
+    return found
 
 
 def first_difference(job: Job, reference: Job) -> tuple[int, float] | None:
@@ -85,6 +91,15 @@ def result_table(found: Sequence[Result], options: argparse.Namespace) -> str:
         ("  torch's / this", lambda r: f"{torch_us / r['scaler_us']['total']:.1f}x"),
         ("training speed (tokens/s)", lambda r: f"{r['tokens_per_second']:,.0f}"),
     ]
+    if "saved_bytes" in found[0]:
+        rows += [
+            ("saved for backward (MB)", lambda r: f"{r['saved_bytes'] / 1e6:.2f}"),
+            ("peak memory (MB)", lambda r: f"{r['peak_bytes'] / 1e6:.1f}"),
+            (
+                "gradient error (relative)",
+                lambda r: f"{r['gradient_error']:.1e}" if r["gradient_error"] else "0",
+            ),
+        ]
     return table([[title, *map(cell, found)] for title, cell in rows])
 
 

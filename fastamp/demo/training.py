@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastamp.demo.model import GPT
+from fastamp.demo.model import (
+    GPT,
+    BlockRunner,
+    checkpoint_with_fastamp,
+    checkpoint_with_torch,
+    run_plainly,
+)
 from fastamp.demo.text import Batch, Text, batches
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -47,23 +53,46 @@ Step = Callable[["Job", Sequence[Batch]], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train: which scaler, and which way to clip."""
+    """One way to train: which scaler, how the blocks are called, how activations are stored."""
 
     name: str
     scaler: Callable[..., torch.amp.GradScaler]
+    run_blocks: BlockRunner = run_plainly
+    store: Callable[[], AbstractContextManager] = contextlib.nullcontext
     fused_clip: bool = False
     exact: bool = True  # must give the bits that the first recipe gives
 
 
 def recipes(options: argparse.Namespace) -> list[Recipe]:
-    """Stock torch first, then fastamp in the same lines, then fastamp's own clipping."""
+    """Stock torch first, then fastamp in the same lines, then what the options ask for."""
     import fastamp
 
     stock = Recipe("torch", torch.amp.GradScaler)
     drop_in = Recipe("fastamp", fastamp.GradScaler)
     # Sums the squares in another order than torch, so that the norm's last bits differ.
     own_clip = Recipe("fastamp, own clip", fastamp.GradScaler, fused_clip=True, exact=False)
-    return [stock, drop_in, own_clip]
+    if not (options.checkpoint or options.store):
+        return [stock, drop_in, own_clip]
+    found = [stock, drop_in]
+    if options.checkpoint:
+        found = [
+            stock,
+            Recipe("torch checkpoint", torch.amp.GradScaler, checkpoint_with_torch),
+            Recipe("fastamp checkpoint", fastamp.GradScaler, checkpoint_with_fastamp("exact")),
+        ]
+    if options.storage or options.store:
+        storage, store = options.storage or "exact", options.store
+        parts = [f"{storage} checkpoint"] * options.checkpoint + [f"store {store}"] * bool(store)
+        found.append(
+            Recipe(
+                ", ".join(parts),
+                fastamp.GradScaler,
+                checkpoint_with_fastamp(storage) if options.checkpoint else run_plainly,
+                (lambda: fastamp.store_activations(store)) if store else contextlib.nullcontext,
+                exact={storage, store or "exact"} == {"exact"},
+            )
+        )
+    return found
 
 
 class Job:
@@ -71,10 +100,10 @@ class Job:
 
     def __init__(self, recipe: Recipe, options: argparse.Namespace):
         torch.manual_seed(options.seed)
-        self.recipe, self.fused_clip = recipe, recipe.fused_clip
+        self.recipe, self.store, self.fused_clip = recipe, recipe.store, recipe.fused_clip
         self.accumulation, self.max_norm, self.seq = options.accumulation, options.max_norm, options.seq
         self.device, self.dtype = torch.device(options.device), DTYPES[options.dtype]
-        model = GPT(options.layers, options.width, options.seq, options.dropout)
+        model = GPT(options.layers, options.width, options.seq, options.dropout, recipe.run_blocks)
         self.model = model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
         scaler = recipe.scaler(self.device.type, init_scale=options.init_scale, growth_interval=options.growth_interval)
@@ -88,7 +117,7 @@ class Job:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This micro-batch's share of the step's mean loss, in nats per sequence."""
-        with self.autocast():
+        with self.autocast(), self.store():
             return self.model(inputs, targets) / self.accumulation
 
     def clip(self) -> None:

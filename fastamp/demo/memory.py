@@ -1,0 +1,111 @@
+"""What one forward and backward pass of a recipe keeps in memory, and what storage costs in accuracy."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from fastamp.demo.text import Batch
+from fastamp.demo.training import Job, recipes
+
+
+def measure(options: argparse.Namespace, index: int) -> dict[str, int]:
+    """The bytes that recipe ``index`` takes for one micro-batch, measured in a process of its own.
+
+    ``saved_bytes`` is what a forward pass leaves allocated for the backward pass, parameters aside, as the
+    allocator counts it: autograd's saved tensors, what codecs made of them, copies of weights by autocast.
+    (A counter in saved-tensor hooks would not see what hooks inside of it store.) ``peak_bytes`` is the
+    highest memory above what the idle process holds, gradients included: of the allocator on CUDA, of the
+    process (resident set) elsewhere.
+    """
+    # Freed memory that a process keeps from its training would hide the peak, hence a new one. Without the
+    # variable, which is read as torch is imported, Kineto writes a line at each start of a profile.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure_here, options, index).result()
+
+
+def measure_here(options: argparse.Namespace, index: int) -> dict[str, int]:
+    torch.set_num_threads(options.threads)
+    job = Job(recipes(options)[index], options)
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (2, options.batch, options.seq)
+    inputs, targets = torch.randint(256, shape, generator=generator).to(job.device)
+    job.loss(inputs[:1, :8], targets[:1, :8]).backward()  # loads kernels and fills pools
+    job.optimizer.zero_grad()
+    on_device = _measure_cuda if job.device.type == "cuda" else _measure_cpu
+    return on_device(job, inputs, targets)
+
+
+def _measure_cuda(job: Job, inputs: Tensor, targets: Tensor) -> dict[str, int]:
+    idle = torch.cuda.memory_allocated(job.device)
+    torch.cuda.reset_peak_memory_stats(job.device)
+    loss = job.loss(inputs, targets)
+    saved = torch.cuda.memory_allocated(job.device) - idle
+    loss.backward()
+    return {"saved_bytes": saved, "peak_bytes": torch.cuda.max_memory_allocated(job.device) - idle}
+
+
+def _measure_cpu(job: Job, inputs: Tensor, targets: Tensor) -> dict[str, int]:
+    idle = _reset_peak_resident_bytes()
+    job.loss(inputs, targets).backward()
+    peak = _peak_resident_bytes() - idle
+    job.optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = job.loss(inputs, targets)
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    saved = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    del loss
+    return {"saved_bytes": saved, "peak_bytes": peak}
+
+
+def _reset_peak_resident_bytes() -> int:
+    """Restarts the record of the peak where the system can (Linux); returns the bytes resident now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status_bytes("VmRSS")
+    except OSError:
+        return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    try:
+        return _status_bytes("VmHWM")
+    except OSError:
+        import resource  # absent on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def gradient_error(job: Job, exact: Job, batch: Batch) -> float:
+    """Relative L2 error of the job's gradient against the exact job's, at the exact job's weights.
+
+    The job's own weights are overwritten.
+    """
+    weights = exact.model.state_dict()
+    mine, true = _gradient(job, weights, batch), _gradient(exact, weights, batch)
+    return float((mine - true).norm() / true.norm())
+
+
+def _gradient(job: Job, weights: dict[str, Any], batch: Batch) -> Tensor:
+    job.model.load_state_dict(weights)
+    torch.manual_seed(0)  # dropout: the same masks for both
+    (job.loss(*batch) * 256.0).backward()  # scaled as in training, so that fp16 gradients do not underflow
+    flat = torch.cat([p.grad.double().flatten() for p in job.model.parameters() if p.grad is not None])
+    job.optimizer.zero_grad()
+    return flat
