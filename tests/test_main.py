@@ -15,10 +15,20 @@ from fastamp.__main__ import main
 PACKAGE = Path(fastamp.__file__).parent
 
 
+# An editable installation would serve the compiled parts of the original to a copy that lacks them.
+ONLY_FROM_HERE = """
+import runpy, sys
+sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+sys.argv[0] = "fastamp"
+runpy.run_module("fastamp", run_name="__main__", alter_sys=True)
+"""
+
+
 def run(*arguments, cwd=None, **environment):
     environment = {"PYTHONPATH": str(cwd or PACKAGE.parent), "FASTAMP_HOST": "1", **environment}
+    program = ["-m", "fastamp"] if cwd is None else ["-c", ONLY_FROM_HERE]
     return subprocess.run(
-        [sys.executable, "-m", "fastamp", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=cwd or PACKAGE.parent,
         env={**os.environ, **environment},
         capture_output=True,

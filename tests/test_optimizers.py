@@ -58,7 +58,7 @@ class Scorer(nn.Module):
 def train(make_scaler, kind: type, kwargs: dict, explicit: bool):
     model = Scorer(kind)
     optimizer = kind(model.parameters(), **kwargs)
-    scaler = make_scaler("cpu", init_scale=3.0 * 1024, growth_interval=2)
+    scaler = make_scaler("cpu", init_scale=3.0 * 1024, growth_factor=3.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
         factor = float("inf") if step in OVERFLOWS else 1.0
@@ -229,7 +229,7 @@ def train_custom(make_scaler, make_optimizer, explicit):
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(5, 7), (300,)]]
     optimizer = make_optimizer(params)
-    scaler = make_scaler("cpu", init_scale=3.0 * 1024, growth_interval=2)
+    scaler = make_scaler("cpu", init_scale=3.0 * 1024, growth_factor=3.0, growth_interval=2)
     outcomes = []
     for step in range(STEPS):
         optimizer.zero_grad()
