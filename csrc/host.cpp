@@ -2,11 +2,22 @@
 // them, without torch's dispatcher between. It is the fast twin of fastamp/_gradients.py, has the same interface and
 // gives the same results. Unlike the ops library it is built against one torch.
 #include <array>
+#include <limits>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "check.h"
 #include "launchers.h"
@@ -35,11 +46,23 @@ void bind(uintptr_t cpu_table, uintptr_t cuda_table) {
   }
 }
 
+// fn(launchers, stream) with the device current and other Python threads free to run.
+template <class Fn>
+void launch(c10::Device device, const Fn& fn) {
+  const Launchers* launchers = launchers_of(device.is_cuda());
+  FASTAMP_CHECK(launchers, "this build of fastamp has no kernels for ", device.str());
+  const py::gil_scoped_release release;
+  const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional<c10::Device>(device) : std::nullopt);
+  fn(launchers, launchers->current_stream(device.index()));
+}
+
+void count_write(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // The gradients of one device.
 struct DeviceGradients {
   explicit DeviceGradients(c10::Device device) : device(device) {}
-
-  const Launchers* launchers() const { return launchers_of(device.is_cuda()); }
 
   // fn(span, last) for each dtype that has gradients.
   template <class Fn>
@@ -61,6 +84,11 @@ struct DeviceGradients {
   std::array<std::vector<StridedRef>, 4> strided;
 };
 
+// As Python writes it: "torch.float32".
+std::string dtype_name(at::ScalarType type) {
+  return py::str(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(type))));
+}
+
 bool kernel_dtype(at::ScalarType type, DType* dtype) {
   switch (type) {
     case at::kFloat:
@@ -73,18 +101,39 @@ bool kernel_dtype(at::ScalarType type, DType* dtype) {
   }
 }
 
-// Whether the tensor's Python object, if it has one yet, is of a subclass: one may override only __torch_function__, of
-// which C++ knows nothing.
-bool is_python_subclass(const at::Tensor& tensor) {
-  PyObject* const object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  return object != nullptr && !THPVariable_CheckExact(object);
+// The tensor's Python object, or nullptr where Python has not seen it. What the slot offers depends on torch's version.
+template <class Slot>
+auto python_object(const Slot& slot, int) -> decltype(slot.load_pyobj()) {
+  return slot.load_pyobj();
+}
+template <class Slot>
+PyObject* python_object(const Slot& slot, long) {
+  return slot.check_pyobj().value_or(nullptr);
 }
 
-// Whether a kernel can read the tensor's memory. All others take torch's own path.
+// Whether a kernel can read the tensor's memory. All others take torch's own path: other layouts, wrappers (DTensor),
+// tensors inside functorch transforms and more have dispatch keys of their own; Python subclasses that have none
+// (__torch_function__) are told by their type.
 bool is_plain(const at::Tensor& grad) {
-  return !is_python_subclass(grad) && grad.layout() == at::kStrided &&
-         !grad.unsafeGetTensorImpl()->is_python_dispatch() && !grad.is_nested() && !grad.is_quantized() &&
-         (grad.is_cpu() || (grad.is_cuda() && launchers_of(true)));
+  using c10::DispatchKey, c10::DispatchKeySet;
+  constexpr DispatchKeySet kPlain =
+      DispatchKeySet(DispatchKey::CPU) | DispatchKeySet(DispatchKey::CUDA) |
+      DispatchKeySet(DispatchKey::AutogradCPU) | DispatchKeySet(DispatchKey::AutogradCUDA) |
+      DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(DispatchKey::AutocastCUDA) |
+      DispatchKeySet(DispatchKey::ADInplaceOrView) | DispatchKeySet(DispatchKey::Conjugate) |
+      DispatchKeySet(DispatchKey::Negative);
+  const c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
+  if ((impl->key_set().raw_repr() & ~kPlain.raw_repr()) != 0 || (impl->is_cuda() && !launchers_of(true))) return false;
+  PyObject* const object = python_object(*impl->pyobj_slot(), 0);
+  return !object || THPVariable_CheckExact(object);
+}
+
+// The data of a one-element argument.
+void* scalar(const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType dtype = at::kFloat) {
+  FASTAMP_CHECK(is_plain(tensor) && tensor.scalar_type() == dtype && tensor.numel() == 1 && tensor.device() == device,
+                name, " must hold one ", dtype_name(dtype), " element on ", device.str(), ", got ", tensor.numel(), " of ",
+                dtype_name(tensor.scalar_type()), " on ", tensor.device().str());
+  return tensor.data_ptr();
 }
 
 Layout layout_of(const at::Tensor& grad, StridedRef* strided) {
@@ -96,18 +145,23 @@ Layout layout_of(const at::Tensor& grad, StridedRef* strided) {
 void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize_t param) {
   DType dtype{};
   FASTAMP_CHECK(kernel_dtype(grad.scalar_type(), &dtype), "the gradient of params[", param, "] in group ", group,
-                " must be a floating-point or complex tensor, got ", c10::toString(grad.scalar_type()));
+                " must be a floating-point or complex tensor, got ", dtype_name(grad.scalar_type()));
   StridedRef strided;
   const Layout layout = layout_of(grad, &strided);
   FASTAMP_CHECK(layout != Layout::kOverlapping, "the gradient of params[", param, "] in group ", group,
                 " overlaps itself in memory (an expanded tensor?): assign .contiguous() to .grad instead");
   FASTAMP_CHECK(layout != Layout::kTooManyDims, "the gradient of params[", param, "] in group ", group,
                 " has gaps in more than ", kMaxDims, " dimensions: assign .contiguous() to .grad instead");
-  const int64_t numel = grad.is_complex() ? 2 * grad.numel() : grad.numel();
+  const c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
+  const int64_t numel = grad.is_complex() ? 2 * impl->numel() : impl->numel();
   const auto index = static_cast<int32_t>(to.grads.size());
-  void* const data = grad.data_ptr();
+  // What data_ptr() gives, without its virtual calls.
+  void* const data = numel == 0 ? nullptr
+                                : static_cast<char*>(impl->unsafe_storage().mutable_data()) +
+                                      impl->storage_offset() * static_cast<int64_t>(impl->itemsize());
   const auto d = static_cast<size_t>(dtype);
   if (layout == Layout::kDense || numel == 0) {
+    if (to.dense[d].empty()) to.dense[d].reserve(to.grads.capacity() - to.grads.size());
     to.dense[d].push_back({data, nullptr, numel, index});
   } else {
     strided.data = data;
@@ -119,12 +173,35 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
   to.grads.push_back(grad);
 }
 
-// p.grad. Where the parameter's class may have its own idea of `grad`, Python is asked.
-at::Tensor grad_of(PyObject* param) {
-  if (THPVariable_CheckExact(param)) return THPVariable_Unpack(param).grad();
-  const py::object grad = py::reinterpret_borrow<py::object>(param).attr("grad");
-  return grad.is_none() ? at::Tensor() : THPVariable_Unpack(grad.ptr());
-}
+// A parameter's gradient is five dependent loads away from its list, and with a thousand parameters nearly all of them
+// miss the first-level cache. Each of these starts one of the loads for a parameter that the walk will reach later.
+class Lookahead {
+ public:
+  Lookahead(PyObject* const* params, Py_ssize_t size) : params_(params), size_(size) {}
+
+  void at(Py_ssize_t i) const {
+    if (i + 5 * kStep >= size_) return;
+    __builtin_prefetch(params_[i + 5 * kStep]);
+    if (const c10::TensorImpl* param = impl(i + 4 * kStep)) __builtin_prefetch(param);
+    if (const c10::TensorImpl* param = impl(i + 3 * kStep)) __builtin_prefetch(param->autograd_meta());
+    if (const c10::TensorImpl* param = impl(i + 2 * kStep)) {
+      const auto* grad = reinterpret_cast<const char*>(param->grad().unsafeGetTensorImpl());
+      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(grad + line);
+    }
+    if (const c10::TensorImpl* param = impl(i + kStep)) {
+      if (const at::Tensor& grad = param->grad(); grad.defined())
+        __builtin_prefetch(grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    }
+  }
+
+ private:
+  static constexpr Py_ssize_t kStep = 4;
+  const c10::TensorImpl* impl(Py_ssize_t i) const {
+    return THPVariable_CheckExact(params_[i]) ? THPVariable_Unpack(params_[i]).unsafeGetTensorImpl() : nullptr;
+  }
+  PyObject* const* params_;
+  Py_ssize_t size_;
+};
 
 class GradientBuckets {
  public:
@@ -139,12 +216,14 @@ class GradientBuckets {
       if (!fast) throw py::error_already_set();
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
         PyObject* const param = PySequence_Fast_GET_ITEM(fast.ptr(), i);
-        if (!THPVariable_Check(param)) {
-          PyErr_Format(PyExc_AssertionError, "expected param to be torch.Tensor, got %s", Py_TYPE(param)->tp_name);
-          throw py::error_already_set();
+        Lookahead(PySequence_Fast_ITEMS(fast.ptr()), PySequence_Fast_GET_SIZE(fast.ptr())).at(i);
+        if (THPVariable_CheckExact(param)) {
+          // at::Tensor::grad() would first make sure that a warning about non-leaf tensors is not due.
+          const at::Tensor& grad = THPVariable_Unpack(param).unsafeGetTensorImpl()->grad();
+          if (grad.defined()) take(grad, group_index, i, PySequence_Fast_GET_SIZE(fast.ptr()) - i);
+        } else {
+          take_from_subclass(param, group_index, i);
         }
-        const at::Tensor grad = grad_of(param);
-        if (grad.defined()) take(grad, group_index, i);
       }
       ++group_index;
     }
@@ -161,32 +240,36 @@ class GradientBuckets {
     return fp16_group_ < 0 ? py::object(py::none()) : py::make_tuple(fp16_group_, fp16_param_);
   }
   int64_t count() const { return count_; }
+  bool all_on(c10::Device device) const {
+    return other_.empty() && by_device_.size() == 1 && by_device_[0].device == device;
+  }
+  bool has_fp16() const { return fp16_group_ >= 0; }
 
   void unscale(c10::Device device, const at::Tensor& inv_scale, const at::Tensor& found_inf) const {
     const DeviceGradients& g = on(device);
-    const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", g));
-    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", g));
-    launch(g, [&](const Launchers* l, void* stream) {
+    const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
+    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
+    launch(device, [&](const Launchers* l, void* stream) {
       g.for_each_span([&](const TensorSpan& span, bool) { l->unscale(span, inv, found, stream); });
     });
     count_writes(g.grads);
-    found_inf.unsafeGetTensorImpl()->bump_version();
+    count_write(found_inf);
   }
 
   void check(c10::Device device, const at::Tensor& found_inf) const {
     const DeviceGradients& g = on(device);
-    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", g));
-    launch(g, [&](const Launchers* l, void* stream) {
+    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
+    launch(device, [&](const Launchers* l, void* stream) {
       g.for_each_span([&](const TensorSpan& span, bool) { l->check(span, found, stream); });
     });
-    found_inf.unsafeGetTensorImpl()->bump_version();
+    count_write(found_inf);
   }
 
   std::pair<at::Tensor, at::Tensor> unscale_norm(c10::Device device, const at::Tensor& inv_scale,
                                                  const at::Tensor& found_inf) const {
     const DeviceGradients& g = on(device);
-    const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", g));
-    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", g));
+    const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
+    auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
     const auto count = static_cast<int64_t>(g.grads.size());
     bool float64 = true;
     g.for_each_span([&](const TensorSpan& span, bool) { float64 &= span.dtype == DType::kFloat64; });
@@ -201,7 +284,7 @@ class GradientBuckets {
     output.total = total.data_ptr();
     output.count = count;
     output.float64 = float64;
-    launch(g, [&](const Launchers* l, void* stream) {
+    launch(device, [&](const Launchers* l, void* stream) {
       auto zeros = [&] { return at::zeros({1}, options.dtype(at::kInt)); };
       // Never destroyed: at interpreter exit the CUDA context may be gone before static destructors run.
       static auto& tickets = *new TicketCache<at::Tensor>;
@@ -214,22 +297,33 @@ class GradientBuckets {
       });
     });
     count_writes(g.grads);
-    found_inf.unsafeGetTensorImpl()->bump_version();
+    count_write(found_inf);
     return {total, norms};
   }
 
   void clip(c10::Device device, const at::Tensor& coefficient) const {
     const DeviceGradients& g = on(device);
     const bool float64 = coefficient.scalar_type() == at::kDouble;
-    const void* by = scalar(coefficient, "coefficient", g, float64 ? at::kDouble : at::kFloat);
-    launch(g, [&](const Launchers* l, void* stream) {
+    const void* by = scalar(coefficient, "coefficient", device, float64 ? at::kDouble : at::kFloat);
+    launch(device, [&](const Launchers* l, void* stream) {
       g.for_each_span([&](const TensorSpan& span, bool) { l->clip(span, {by, float64}, stream); });
     });
     count_writes(g.grads);
   }
 
  private:
-  void take(const at::Tensor& grad, Py_ssize_t group, Py_ssize_t param) {
+  // A parameter's class may have its own idea of `grad`: Python is asked.
+  void take_from_subclass(PyObject* param, Py_ssize_t group, Py_ssize_t index) {
+    if (!THPVariable_Check(param)) {
+      PyErr_Format(PyExc_AssertionError, "expected param to be torch.Tensor, got %s", Py_TYPE(param)->tp_name);
+      throw py::error_already_set();
+    }
+    const py::object grad = py::reinterpret_borrow<py::object>(param).attr("grad");
+    if (!grad.is_none()) take(THPVariable_Unpack(grad.ptr()), group, index, 1);
+  }
+
+  // `expected` is how many more gradients may come.
+  void take(const at::Tensor& grad, Py_ssize_t group, Py_ssize_t param, Py_ssize_t expected) {
     ++count_;
     if (fp16_group_ < 0 && grad.scalar_type() == at::kHalf) {
       fp16_group_ = group;
@@ -242,6 +336,7 @@ class GradientBuckets {
     for (auto& d : by_device_)
       if (d.device == grad.device()) return add(d, grad, group, param);
     by_device_.emplace_back(grad.device());
+    by_device_.back().grads.reserve(expected);
     add(by_device_.back(), grad, group, param);
   }
 
@@ -251,26 +346,10 @@ class GradientBuckets {
     throw py::key_error("no gradients on " + device.str());
   }
 
-  static void* scalar(const at::Tensor& tensor, const char* name, const DeviceGradients& on,
-                      at::ScalarType dtype = at::kFloat) {
-    FASTAMP_CHECK(tensor.scalar_type() == dtype && tensor.numel() == 1 && tensor.device() == on.device, name,
-                  " must hold one ", c10::toString(dtype), " element on ", on.device.str(), ", got ", tensor.numel(),
-                  " of ", c10::toString(tensor.scalar_type()), " on ", tensor.device().str());
-    return tensor.data_ptr();
-  }
-
-  // fn(launchers, stream) with the gradients' device current and other Python threads free to run.
-  template <class Fn>
-  static void launch(const DeviceGradients& on, const Fn& fn) {
-    const py::gil_scoped_release release;
-    const c10::OptionalDeviceGuard guard(on.device.is_cuda() ? std::optional<c10::Device>(on.device) : std::nullopt);
-    fn(on.launchers(), on.launchers()->current_stream(on.device.index()));
-  }
 
   // In-place writes, as autograd counts them.
   static void count_writes(const std::vector<at::Tensor>& grads) {
-    for (const at::Tensor& g : grads)
-      if (!g.is_inference()) g.unsafeGetTensorImpl()->bump_version();
+    for (const at::Tensor& g : grads) count_write(g);
   }
 
   std::vector<DeviceGradients> by_device_;
@@ -279,12 +358,68 @@ class GradientBuckets {
   int64_t count_ = 0;
 };
 
+// The whole of the common case in one call: if all gradients are plain and on found_inf's device, unscales them (or
+// checks them, without inv_scale) and returns None. Else returns the buckets, with nothing written.
+py::object unscale_on_one_device(const py::iterable& param_groups, const std::optional<at::Tensor>& inv_scale,
+                                 const at::Tensor& found_inf, bool allow_fp16) {
+  GradientBuckets buckets(param_groups);
+  const c10::Device device = found_inf.device();
+  if (!buckets.all_on(device) || (!allow_fp16 && buckets.has_fp16())) return py::cast(std::move(buckets));
+  if (inv_scale) {
+    buckets.unscale(device, *inv_scale, found_inf);
+  } else {
+    buckets.check(device, found_inf);
+  }
+  return py::none();
+}
+
+// fastamp.ops.update_scale_ and clip_coefficient without torch's dispatcher, for GradScaler.
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, const std::vector<at::Tensor>& found_infs,
+                  double growth_factor, double backoff_factor, int64_t growth_interval, std::optional<double> min_scale,
+                  std::optional<double> max_scale, int64_t hysteresis,
+                  const std::optional<at::Tensor>& hysteresis_tracker) {
+  const c10::Device device = scale.device();
+  ScaleUpdate update{};
+  update.scale = static_cast<float*>(scalar(scale, "scale", device));
+  update.growth_tracker = static_cast<int32_t*>(scalar(growth_tracker, "growth_tracker", device, at::kInt));
+  update.growth_factor = growth_factor;
+  update.backoff_factor = backoff_factor;
+  update.growth_interval = growth_interval;
+  update.min_scale = static_cast<float>(min_scale.value_or(0.0));
+  update.max_scale = static_cast<float>(max_scale.value_or(std::numeric_limits<double>::infinity()));
+  update.hysteresis = static_cast<int32_t>(hysteresis);
+  if (hysteresis_tracker)
+    update.hysteresis_left = static_cast<int32_t*>(scalar(*hysteresis_tracker, "hysteresis_tracker", device, at::kInt));
+  FASTAMP_CHECK(!found_infs.empty() && found_infs.size() <= kMaxFoundInfs, "found_infs must hold 1 to ", kMaxFoundInfs,
+                " tensors, got ", found_infs.size());
+  for (const at::Tensor& found_inf : found_infs)
+    update.found_infs[update.num_found_infs++] = static_cast<const float*>(scalar(found_inf, "found_inf", device));
+  launch(device, [&](const Launchers* l, void* stream) { l->update_scale(update, stream); });
+  count_write(scale);
+  count_write(growth_tracker);
+  if (hysteresis_tracker) count_write(*hysteresis_tracker);
+}
+
+at::Tensor clip_coefficient(const at::Tensor& total, double max_norm) {
+  const bool float64 = total.scalar_type() == at::kDouble;
+  const void* data = scalar(total, "total_norm", total.device(), float64 ? at::kDouble : at::kFloat);
+  at::Tensor coefficient = at::empty({}, total.options());
+  launch(total.device(), [&](const Launchers* l, void* stream) {
+    l->clip_coefficient({data, float64}, max_norm, coefficient.data_ptr(), stream);
+  });
+  return coefficient;
+}
+
 }  // namespace
 }  // namespace fastamp
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using fastamp::GradientBuckets;
   m.def("bind", &fastamp::bind, py::arg("cpu_table"), py::arg("cuda_table"));
+  m.def("unscale_on_one_device", &fastamp::unscale_on_one_device, py::arg("param_groups"), py::arg("inv_scale"),
+        py::arg("found_inf"), py::arg("allow_fp16"));
+  m.def("update_scale_", &fastamp::update_scale);
+  m.def("clip_coefficient", &fastamp::clip_coefficient, py::arg("total_norm"), py::arg("max_norm"));
   py::class_<GradientBuckets>(m, "GradientBuckets",
                               "The gradients of an optimizer, sorted by device: see fastamp._gradients.")
       .def(py::init<const py::iterable&>(), py::arg("param_groups"))

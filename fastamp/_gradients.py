@@ -34,6 +34,27 @@ def _is_plain(grad: Tensor) -> bool:
     )
 
 
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def _overlaps_itself(grad: Tensor) -> bool:
+    """Whether two indices may share memory: each dimension has to step over everything inside it."""
+    reach = 0
+    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return grad.numel() > 0
+            reach += stride * (size - 1)
+    return False
+
+
 class GradientBuckets:
     """Every ``p.grad`` that is not None, of every parameter in every group, sorted by device.
 
@@ -49,7 +70,7 @@ class GradientBuckets:
     Raises:
         AssertionError: a parameter is not a tensor.
         RuntimeError: a plain gradient is neither floating-point nor complex, or overlaps itself. Raised here,
-            before anything is written.
+            before anything is written on any device.
     """
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
@@ -61,16 +82,24 @@ class GradientBuckets:
             for param_index, param in enumerate(group["params"]):
                 if not isinstance(param, Tensor):
                     raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
-                grad = param.grad
-                if grad is None:
-                    continue
-                self.count += 1
-                if self.first_fp16 is None and grad.dtype == torch.float16:
-                    self.first_fp16 = (group_index, param_index)
-                if _is_plain(grad):
-                    self._by_device.setdefault(grad.device, []).append(grad)
-                else:
-                    self.other.append(grad)
+                if param.grad is not None:
+                    self._take(param.grad, group_index, param_index)
+
+    def _take(self, grad: Tensor, group_index: int, param_index: int) -> None:
+        self.count += 1
+        if self.first_fp16 is None and grad.dtype == torch.float16:
+            self.first_fp16 = (group_index, param_index)
+        if not _is_plain(grad):
+            self.other.append(grad)
+            return
+        what = f"the gradient of params[{param_index}] in group {group_index}"
+        if grad.dtype not in _DTYPES:
+            raise RuntimeError(f"{what} must be a floating-point or complex tensor, got {grad.dtype}")
+        if not grad.is_contiguous() and _overlaps_itself(grad):
+            raise RuntimeError(
+                f"{what} overlaps itself in memory (an expanded tensor?): assign .contiguous() to .grad instead"
+            )
+        self._by_device.setdefault(grad.device, []).append(grad)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -85,15 +114,38 @@ class GradientBuckets:
     def check(self, device: torch.device, found_inf: Tensor) -> None:
         ops.check_(self._by_device[device], found_inf)
 
-    def unscale_norm(
-        self, device: torch.device, inv_scale: Tensor, found_inf: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def unscale_norm(self, device: torch.device, inv_scale: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor]:
         return ops.unscale_norm_(self._by_device[device], found_inf, inv_scale)
 
     def clip(self, device: torch.device, coef: Tensor) -> None:
         ops.clip_(self._by_device[device], coef)
 
 
-def gradient_buckets(param_groups: list[dict[str, Any]]) -> GradientBuckets:
+def gradient_buckets(param_groups: Iterable[dict[str, Any]]) -> GradientBuckets:
     """``fastamp._host.GradientBuckets`` where the host module is loaded, else the class above."""
-    return getattr(_library.host, "GradientBuckets", GradientBuckets)(param_groups)
+    return (_library.host.GradientBuckets if _library.host else GradientBuckets)(param_groups)
+
+
+def unscale_on_one_device(
+    param_groups: Iterable[dict[str, Any]], inv_scale: Tensor | None, found_inf: Tensor, allow_fp16: bool
+) -> GradientBuckets | None:
+    """Unscales all gradients, or checks them without ``inv_scale``, if they are all plain and on the device of
+    ``found_inf``. Otherwise returns them, with nothing written. float16 gradients are not unscaled unless allowed.
+    """
+    if _library.host:
+        return _library.host.unscale_on_one_device(param_groups, inv_scale, found_inf, allow_fp16)
+    return GradientBuckets(param_groups)
+
+
+# The host module's twins of two ops, which cost a tenth of a call through torch's dispatcher. They read memory, so
+# tensors of a mode (FakeTensor, say) go through the dispatcher.
+
+
+def update_scale_(scale: Tensor, *args: Any) -> None:
+    """:func:`fastamp.ops.update_scale_` with all arguments by position and checked."""
+    (_library.host if _library.host and type(scale) is Tensor else ops).update_scale_(scale, *args)
+
+
+def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
+    """:func:`fastamp.ops.clip_coefficient`."""
+    return (_library.host if _library.host and type(total) is Tensor else ops).clip_coefficient(total, max_norm)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastamp import _scalars, ops
+from fastamp import _gradients, _scalars
 from fastamp._gradients import GradientBuckets, gradient_buckets
 
 __all__ = ["clip_grad_norm_"]
@@ -61,15 +61,11 @@ def clip_grad_norm_(
         is_generator = isinstance(parameters, types.GeneratorType)
         parameters = list(parameters)
         if is_generator and not parameters:
-            warnings.warn(
-                "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2
-            )
+            warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
     with torch.no_grad():
         buckets = gradient_buckets([{"params": parameters}])
         if buckets.other:
-            return torch.nn.utils.clip_grad_norm_(
-                parameters, max_norm, norm_type, error_if_nonfinite, foreach
-            )
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         total = total_norm(buckets, norm_type)
         if error_if_nonfinite:
             raise_if_nonfinite(total, norm_type)
@@ -108,10 +104,7 @@ def total_norm(buckets: GradientBuckets, norm_type: float) -> Tensor:
     # A norm pass at inv_scale 1 leaves the gradients untouched; what it finds non-finite is the norm's to
     # say.
     return combine_norms(
-        [
-            buckets.unscale_norm(device, _scalars.one(device), _scalars.zero(device))[0]
-            for device in buckets.devices
-        ]
+        [buckets.unscale_norm(device, _scalars.one(device), _scalars.zero(device))[0] for device in buckets.devices]
     )
 
 
@@ -127,7 +120,7 @@ def raise_if_nonfinite(total: Tensor, norm_type: float) -> None:
 def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()
-    return ops.clip_coefficient(total, max_norm)
+    return _gradients.clip_coefficient(total, max_norm)
 
 
 def clip_buckets_(buckets: GradientBuckets, coefficient: Tensor) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from fastamp import _scalars, clip, ops, profiling
-from fastamp._gradients import GradientBuckets, gradient_buckets, has_kernels
+from fastamp import _gradients, _scalars, clip, profiling
+from fastamp._gradients import GradientBuckets, gradient_buckets, has_kernels, unscale_on_one_device
 from fastamp._overflow import OverflowedParameter, nonfinite
 
 __all__ = ["GradScaler", "OptState", "OverflowedParameter"]
@@ -124,15 +125,11 @@ class GradScaler(torch.amp.GradScaler):
         _check_policies(min_scale, max_scale, hysteresis)
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             # torch's warning, raised here so that it points at the caller's line.
-            warnings.warn(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2
-            )
+            warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         # Not super(): fastamp.cuda.amp.GradScaler also inherits from torch.cuda.amp.GradScaler, whose
         # __init__ takes other arguments.
-        _TorchGradScaler.__init__(
-            self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        _TorchGradScaler.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not self._enabled:
             return
         _check_positive("init_scale", init_scale)
@@ -185,9 +182,7 @@ class GradScaler(torch.amp.GradScaler):
                 "there)"
             )
         if self._hysteresis != 1:
-            self._hysteresis_tracker = torch.full(
-                (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
-            )
+            self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
     def _has_scale_policy(self) -> bool:
         return self._min_scale is not None or self._max_scale is not None or self._hysteresis != 1
@@ -264,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._growth_interval,
             )
             return
-        ops.update_scale_(
+        _gradients.update_scale_(
             scale,
             growth_tracker,
             [_move(found_inf, scale.device) for found_inf in found_infs],
@@ -295,9 +290,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         # The correctly rounded reciprocal, which torch takes by way of float64: the float64 quotient of a
@@ -305,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         inv_scale = scale.reciprocal()
         with profiling.span("unscale"):
             if self._is_own("_unscale_grads_"):
-                found_infs = self._own_pass(optimizer, self._allow_fp16_grads, inv_scale)
+                found_infs = self._pass_from_zero(optimizer, self._allow_fp16_grads, inv_scale)
             else:
                 found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
                 found_infs = self._unscale_grads_(optimizer, inv_scale, found_inf, self._allow_fp16_grads)
@@ -321,33 +314,43 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """torch's hook: returns a found_inf for each device, new tensors that start from ``found_inf``'s
         value."""
-        return self._own_pass(optimizer, allow_fp16, inv_scale, found_inf)
-
-    def _own_pass(
-        self,
-        optimizer: torch.optim.Optimizer,
-        allow_fp16: bool,
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None = None,
-    ) -> dict[torch.device, Tensor]:
-        """Unscales, or only checks without ``inv_scale``. found_inf starts at 0 unless given."""
         buckets = self._gather(optimizer, allow_fp16)
+        return self._pass(buckets, optimizer, inv_scale, lambda device: found_inf.to(device, copy=True))
+
+    def _pass_from_zero(
+        self, optimizer: torch.optim.Optimizer, allow_fp16: bool, inv_scale: Tensor | None
+    ) -> dict[torch.device, Tensor]:
+        """Unscales, or only checks without ``inv_scale``. Returns found_inf by device."""
+        assert self._scale is not None
+        device = self._scale.device
+        found_inf = _scalars.zero(device)
+        buckets = unscale_on_one_device(optimizer.param_groups, inv_scale, found_inf, allow_fp16)
+        if buckets is None:
+            return {device: found_inf}
+        _refuse_fp16(optimizer, buckets, allow_fp16)
+        return self._pass(buckets, optimizer, inv_scale, _scalars.zero)
+
+    def _pass(
+        self,
+        buckets: GradientBuckets,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor | None,
+        new_found_inf: Callable[[torch.device], Tensor],
+    ) -> dict[torch.device, Tensor]:
         found_infs: dict[torch.device, Tensor] = {}
         for device in buckets.devices:
-            flag = _scalars.zero(device) if found_inf is None else found_inf.to(device, copy=True)
+            found_infs[device] = found_inf = new_found_inf(device)
             if inv_scale is None:
-                buckets.check(device, flag)
+                buckets.check(device, found_inf)
             else:
-                buckets.unscale(device, _move(inv_scale, device), flag)
-            found_infs[device] = flag
+                buckets.unscale(device, _move(inv_scale, device), found_inf)
         if buckets.other:
-            self._torch_pass(buckets, optimizer, inv_scale, found_inf, found_infs)
+            self._torch_pass(buckets, optimizer, inv_scale, new_found_inf, found_infs)
         return found_infs
 
     def _gather(self, optimizer: torch.optim.Optimizer, allow_fp16: bool) -> GradientBuckets:
         buckets = gradient_buckets(optimizer.param_groups)
-        if not allow_fp16 and buckets.first_fp16 is not None:
-            raise ValueError(_fp16_message(optimizer, *buckets.first_fp16))
+        _refuse_fp16(optimizer, buckets, allow_fp16)
         return buckets
 
     def _torch_pass(
@@ -355,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
         buckets: GradientBuckets,
         optimizer: torch.optim.Optimizer,
         inv_scale: Tensor | None,
-        found_inf: Tensor | None,
+        new_found_inf: Callable[[torch.device], Tensor],
         found_infs: dict[torch.device, Tensor],
     ) -> None:
         """torch's own path for the gradients in ``buckets.other``; adds what it finds to ``found_infs``."""
@@ -363,11 +366,9 @@ class GradScaler(torch.amp.GradScaler):
         device = scale.device if scale is not None else buckets.other[0].device
         if inv_scale is None:
             inv_scale = _scalars.one(device)
-        if found_inf is None:
-            found_inf = _scalars.zero(device)
         others = {id(grad) for grad in buckets.other}
         params = [p for p in _parameters(optimizer) if p.grad is not None and id(p.grad) in others]
-        found = super()._unscale_grads_(_Params(params), inv_scale, found_inf, True)  # type: ignore[arg-type]
+        found = super()._unscale_grads_(_Params(params), inv_scale, new_found_inf(device), True)  # type: ignore[arg-type]
         for device, flag in found.items():
             own = found_infs.setdefault(device, flag)
             if own is not flag:
@@ -380,7 +381,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._check_scale_growth_tracker("_check_inf_per_device")
             with profiling.span("check"):
-                found_infs = self._own_pass(optimizer, True, None)  # type: ignore[assignment]
+                found_infs = self._pass_from_zero(optimizer, True, None)  # type: ignore[assignment]
         found_infs = self._over_group(found_infs)  # type: ignore[arg-type, assignment]
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -794,9 +795,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
 
-_OWN_METHODS = {
-    name: getattr(GradScaler, name) for name in ("unscale_", "_unscale_grads_", "_check_inf_per_device")
-}
+_OWN_METHODS = {name: getattr(GradScaler, name) for name in ("unscale_", "_unscale_grads_", "_check_inf_per_device")}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -837,9 +836,7 @@ def _is_set(found_infs: list[Tensor]) -> bool:
 # ---- clipping ----------------------------------------------------------------------------------------------
 
 
-def _norm_pass(
-    buckets: GradientBuckets, inv_scale: Tensor | None
-) -> tuple[Tensor, dict[torch.device, Tensor]]:
+def _norm_pass(buckets: GradientBuckets, inv_scale: Tensor | None) -> tuple[Tensor, dict[torch.device, Tensor]]:
     """Unscales (with ``inv_scale``), checks and sums squares in one pass. Returns the norm and found_inf by
     device."""
     found_infs: dict[torch.device, Tensor] = {}
@@ -851,9 +848,7 @@ def _norm_pass(
     return (clip.combine_norms(norms) if norms else torch.tensor(0.0)), found_infs
 
 
-def _clip_unless_overflown_(
-    buckets: GradientBuckets, total: Tensor, max_norm: float, found_infs: list[Tensor]
-) -> None:
+def _clip_unless_overflown_(buckets: GradientBuckets, total: Tensor, max_norm: float, found_infs: list[Tensor]) -> None:
     if not buckets.devices:
         return
     coefficient = clip.clip_coefficient(total, max_norm)
@@ -867,8 +862,21 @@ def _unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_grad_scaler(optimizer)
 
 
+# Reading a signature costs as much as a small optimizer's step.
+_takes_grad_scaler_cache: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def _takes_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    """Whether ``step`` has the deprecated parameter. Looked up anew each time: others replace ``step``."""
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        known = _takes_grad_scaler_cache.get(step)
+    except TypeError:  # neither hashable nor weakly referable
+        return "grad_scaler" in inspect.signature(step).parameters
+    if known is None:
+        known = "grad_scaler" in inspect.signature(step).parameters
+        _takes_grad_scaler_cache[step] = known
+    return known
 
 
 def _refuse_folded(states: Iterable[dict[str, Any]]) -> None:
@@ -910,13 +918,17 @@ def _check_policies(min_scale: Any, max_scale: Any, hysteresis: Any) -> None:
         _check_positive("max_scale", max_scale)
     if min_scale is not None and max_scale is not None and min_scale > max_scale:
         raise ValueError(
-            f"GradScaler: min_scale must not be above max_scale, got min_scale={min_scale} and "
-            f"max_scale={max_scale}"
+            f"GradScaler: min_scale must not be above max_scale, got min_scale={min_scale} and max_scale={max_scale}"
         )
     if not isinstance(hysteresis, int) or hysteresis < 1:
         raise ValueError(
             f"GradScaler: hysteresis must be a number of overflows, an int of at least 1, got {hysteresis!r}"
         )
+
+
+def _refuse_fp16(optimizer: torch.optim.Optimizer, buckets: GradientBuckets, allow_fp16: bool) -> None:
+    if not allow_fp16 and buckets.first_fp16 is not None:
+        raise ValueError(_fp16_message(optimizer, *buckets.first_fp16))
 
 
 def _fp16_message(optimizer: torch.optim.Optimizer, group_index: int, param_index: int) -> str:

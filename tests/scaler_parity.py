@@ -101,9 +101,7 @@ def snapshot(scaler: Any, params: list[Tensor], optimizers: list[torch.optim.Opt
         "tracker": scaler._get_growth_tracker(),
         "state": scaler.state_dict(),
         "stages": [scaler._per_optimizer_states[id(o)]["stage"] for o in optimizers],
-        "found": [
-            {device: f.clone() for device, f in scaler._found_inf_per_device(o).items()} for o in optimizers
-        ],
+        "found": [{device: f.clone() for device, f in scaler._found_inf_per_device(o).items()} for o in optimizers],
     }
 
 

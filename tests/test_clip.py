@@ -261,9 +261,7 @@ def test_given_parameters():
     untouched = grads_of(params[5:])
     for give in (params[:5], iter(params[:5])):
         assert scaler.clip_grad_norm_(give, 1e9).item() == pytest.approx(expected, rel=1e-6)
-    assert scaler.clip_grad_norm_(params[4], 1e9).item() == pytest.approx(
-        params[4].grad.norm().item(), rel=1e-6
-    )
+    assert scaler.clip_grad_norm_(params[4], 1e9).item() == pytest.approx(params[4].grad.norm().item(), rel=1e-6)
     assert scaler.clip_grad_norm_(params[:5], 0.5).item() == pytest.approx(expected, rel=1e-6)
     assert float64_norm(params[:5]) == pytest.approx(0.5, rel=1e-5)
     assert all(same_bits(p.grad, old) for p, old in zip(params[5:], untouched, strict=True))
@@ -275,9 +273,7 @@ def test_disabled():
         optimizer = torch.optim.SGD([{"params": params[:5]}, {"params": params[5:]}], lr=1.0)
         expected = float64_norm(params)
         scaler = GradScaler("cpu", enabled=False)
-        assert scaler.clip_grad_norm_(give(params, optimizer), 0.5).item() == pytest.approx(
-            expected, rel=1e-6
-        )
+        assert scaler.clip_grad_norm_(give(params, optimizer), 0.5).item() == pytest.approx(expected, rel=1e-6)
         assert float64_norm(params) == pytest.approx(0.5, rel=1e-5)
 
 

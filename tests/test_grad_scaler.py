@@ -176,9 +176,7 @@ def test_sparse_fp16_gradients_are_coalesced_before_they_are_checked(found):
     def script(cls):
         # 40000 + 40000 overflows float16 only once duplicates are added up.
         value = 40000.0 if found else 20000.0
-        grad = torch.sparse_coo_tensor(
-            [[1, 1, 3]], torch.tensor([value] * 3).half(), (5,), check_invariants=True
-        )
+        grad = torch.sparse_coo_tensor([[1, 1, 3]], torch.tensor([value] * 3).half(), (5,), check_invariants=True)
         param = torch.nn.Parameter(torch.zeros(5, dtype=torch.float16))
         param.grad = grad
         optimizer = torch.optim.SGD([param], lr=1.0)
@@ -237,13 +235,9 @@ def run_program(cls, seed):
         nonlocal scaler, saved
         params, optimizer = groups[which], optimizers[which]
         if action == "scale":
-            return scaler.scale(
-                rng.choice([torch.tensor(3.0), [torch.ones(2), (torch.tensor(1.0).half(),)], 7])
-            )
+            return scaler.scale(rng.choice([torch.tensor(3.0), [torch.ones(2), (torch.tensor(1.0).half(),)], 7]))
         if action == "backward":
-            return fill_grads(
-                params, rng.randrange(99), scaler.get_scale(), rng.choice([None, None, None, INF, NAN])
-            )
+            return fill_grads(params, rng.randrange(99), scaler.get_scale(), rng.choice([None, None, None, INF, NAN]))
         if action == "half":
             params[0].data, params[0].grad = params[0].data.half(), None
             params[0].grad = torch.ones_like(params[0])
@@ -291,9 +285,7 @@ def run_program(cls, seed):
                 # torch hands a fused optimizer the sum of no flags: the int 0. fastamp says what is wrong.
                 error = AssertionError(LONGER[1])
             yield [action, type(error).__name__, str(error)]
-            for (
-                optimizer
-            ) in optimizers:  # torch leaves these behind, to be multiplied in twice by the next step
+            for optimizer in optimizers:  # torch leaves these behind, to be multiplied in twice by the next step
                 vars(optimizer).pop("grad_scale", None)
                 vars(optimizer).pop("found_inf", None)
         yield [[p.detach().clone() for p in params] for params in groups]
@@ -321,9 +313,7 @@ def test_any_sequence_of_calls_gives_the_same_results_and_errors(first):
 
 
 def test_the_random_programs_reach_what_they_are_for():
-    seen = [
-        entry for seed in range(120) for entry in run_program(GradScaler, seed) if isinstance(entry[0], str)
-    ]
+    seen = [entry for seed in range(120) for entry in run_program(GradScaler, seed) if isinstance(entry[0], str)]
     errors = {entry[2] for entry in seen if len(entry) == 3}
     for words in (
         *LONGER,
@@ -656,9 +646,7 @@ def test_unscale_grads_called_from_outside(shape):
         given = torch.zeros(shape)
         found = scaler._unscale_grads_(optimizer, torch.full(shape, 0.5), given, True)
         yield [found, given, params[0].grad]
-        found = scaler._unscale_grads_(
-            optimizer, torch.full(shape, 1.0), torch.full(shape, 1.0), allow_fp16=False
-        )
+        found = scaler._unscale_grads_(optimizer, torch.full(shape, 1.0), torch.full(shape, 1.0), allow_fp16=False)
         yield found
 
     both(script)
@@ -741,9 +729,7 @@ def test_closures():
     _, optimizer = with_grads(torch.ones(2))
     scaler = started()
     for closure in (None, lambda: 1.0):
-        with pytest.raises(
-            RuntimeError, match=r"^Closure use is not currently supported if GradScaler is enabled\.$"
-        ):
+        with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradScaler is enabled\.$"):
             scaler.step(optimizer, closure=closure)
     assert optimizer.param_groups[0]["params"][0].grad.tolist() == [1.0, 1.0]
     assert scaler.step(optimizer, lambda: 5.0) == 5.0  # positional: torch lets it through
@@ -826,9 +812,7 @@ def test_a_fused_optimizer_that_was_unscaled_without_gradients():
     scaler = started()
     scaler.unscale_(optimizer)
     params[0].grad = torch.ones(2)
-    with pytest.raises(
-        AssertionError, match=r"^No inf checks were recorded for this optimizer\. SGD: 1 of its 1"
-    ):
+    with pytest.raises(AssertionError, match=r"^No inf checks were recorded for this optimizer\. SGD: 1 of its 1"):
         scaler.step(optimizer)
     assert params[0].tolist() == [0.0, 0.0]
 
@@ -940,9 +924,7 @@ def test_devices_without_kernels_take_torchs_path(monkeypatch):
                 yield snapshot(scaler, params, [optimizer])
 
     both(script)
-    with pytest.raises(
-        RuntimeError, match="min_scale, max_scale and hysteresis need fastamp kernels"
-    ):
+    with pytest.raises(RuntimeError, match="min_scale, max_scale and hysteresis need fastamp kernels"):
         started(min_scale=1.0)
 
 

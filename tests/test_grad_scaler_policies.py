@@ -74,9 +74,7 @@ def test_policies_against_the_reference(seed):
     left = torch.tensor(2, dtype=torch.int32)
     for overflow in torch.rand(60, generator=generator).lt(0.3).tolist():
         iterate(scaler, overflow)
-        reference.update_scale_(
-            scale, tracker, [torch.tensor(float(overflow))], 1.7, 0.3, 2, 3.0, 700.0, 2, left
-        )
+        reference.update_scale_(scale, tracker, [torch.tensor(float(overflow))], 1.7, 0.3, 2, 3.0, 700.0, 2, left)
         assert same_bits(scaler._scale, scale)
         assert scaler._growth_tracker.item() == tracker.item()
         assert scaler._hysteresis_tracker.item() == left.item()
@@ -161,9 +159,7 @@ def test_no_inf_checks_says_why():
     ):
         scaler.step(optimizer)
     params[1].grad = torch.ones(2)  # after the unscale_() that step() did
-    with pytest.raises(
-        AssertionError, match="1 of its 2 parameters have a gradient now, but none had one when"
-    ):
+    with pytest.raises(AssertionError, match="1 of its 2 parameters have a gradient now, but none had one when"):
         scaler.step(optimizer)
     optimizer.param_groups[0]["params"] = []
     with pytest.raises(AssertionError, match="SGD: it has no parameters"):
@@ -240,9 +236,7 @@ def test_a_scheduler_can_ask():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("when", ["before update", "after update"])
 def test_overflow_report(when, fused):
-    model = torch.nn.ModuleDict(
-        {"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 1)}
-    )
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     for p in model["a"].parameters():
         p.grad = torch.ones_like(p)
@@ -301,9 +295,7 @@ def test_overflow_report_does_not_guess(set_to_none):
     scaler = started()
     scaler.step(optimizer)
     optimizer.zero_grad(set_to_none)
-    with pytest.raises(
-        RuntimeError, match=r"the last step was skipped, but .* before optimizer\.zero_grad\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"the last step was skipped, but .* before optimizer\.zero_grad\(\)"):
         scaler.overflow_report([("a", params[0])])
 
 
@@ -345,9 +337,7 @@ def test_a_scale_of_zero_is_diagnosed():
             _, optimizer = with_grads(torch.tensor([INF]), fused=True)
             scaler.step(optimizer)
             scaler.update()
-    with pytest.warns(
-        RuntimeWarning, match="the loss scale is 0, and no update can make it grow again"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match="the loss scale is 0, and no update can make it grow again") as caught:
         assert scaler.get_scale() == 0.0
     assert caught[0].filename == __file__
 
