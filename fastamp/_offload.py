@@ -86,7 +86,7 @@ class HostMemory:
             free = self._free[nbytes]
             buffer = free.pop() if free else self._side.pinned(nbytes)
             for tensor, offset in zip(tensors, offsets, strict=True):
-                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                flat = tensor.view(-1).view(torch.uint8)
                 self._side.to_host(flat, buffer[offset : offset + flat.numel()])
             self._leaving.append((self._side.done(), tensors))
             if len(self._leaving) > 2:
@@ -127,7 +127,7 @@ class HostMemory:
 class HostCopy:
     """The contents of device tensors in pinned memory. `unpack_all` may be called any number of times.
 
-    tensors: of one device; their layout is not kept, so pass contiguous ones.  memory: tests pass their own.
+    tensors: of one device; they come back contiguous.  memory: tests pass their own.
     """
 
     __slots__ = ("__weakref__", "_memory", "_parts", "before", "buffer")
@@ -135,6 +135,8 @@ class HostCopy:
     def __init__(self, tensors: Sequence[Tensor], memory: HostMemory | None = None) -> None:
         self._memory = memory or _memory_of(tensors[0].device)
         self.before: weakref.ref[HostCopy] | None = None
+        # Whatever the side stream reads must be what stays alive until it has.
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
         self._parts, offsets, end = [], [], 0
         for tensor in tensors:
             offsets.append(end)

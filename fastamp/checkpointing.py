@@ -543,7 +543,7 @@ def _save(tensor: Tensor) -> Any:
 
 
 def _save_on_host(tensor: Tensor) -> Any:
-    return _offload.HostCopy([tensor.contiguous()])
+    return _offload.HostCopy([tensor])
 
 
 _KEPT = (_Saved, _storage.Kept, _delta.KeptInChain, _offload.HostCopy)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from fastamp.storage import (
 
 __all__ = ["StorageStats", "store_activations"]
 
+_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 Never = Tensor | Callable[[Tensor], bool] | Iterable[Tensor | Callable[[Tensor], bool]]
 
 
@@ -85,6 +87,10 @@ def store_activations(
     Yields a `StorageStats`. As a decorator the region is each call. Like any saved-tensor hooks it applies to
     the thread that enters it, and not to backward graphs that were made outside.
 
+    What an `autograd.Function` computes and saves itself has no history that would tell it from data, and stays
+    as it is; so do the intermediates of a function compiled by torch.compile. A region inside a compiled function
+    breaks its graph.
+
     Approximate formats and extrema do not mix: `x.amax()` compares the stored x with its result. Put such an
     x on the `never` list.
 
@@ -103,7 +109,9 @@ def store_activations(
     if min_bytes < 0:
         raise ValueError(f"store_activations: min_bytes must not be negative, got {min_bytes}")
     _offload.check_offload(offload, "store_activations")
-    return _region(format, min_bytes, offload == "cpu", _never_list(never))
+    # A compiler breaks its graph at a region.
+    region = torch._disable_dynamo(_region) if torch.compiler.is_dynamo_compiling() else _region
+    return region(format, min_bytes, offload == "cpu", _never_list(never))
 
 
 def _never_list(never: Never) -> list[Any]:
@@ -120,9 +128,11 @@ def _never_list(never: Never) -> list[Any]:
 @contextlib.contextmanager
 def _region(format: str | Policy, min_bytes: int, offload: bool, never: list[Any]) -> Iterator[StorageStats]:
     region = _Region(format, min_bytes, offload, never)
-    with saved_tensors_hooks(region.pack, _unpack):
+    hooks: _Hooks = (region.pack, _unpack)
+    if "torch._dynamo" in sys.modules:  # which otherwise would compile them, where compiled functions call them
+        hooks = (torch.compiler.disable(hooks[0]), torch.compiler.disable(hooks[1]))
+    with saved_tensors_hooks(*hooks):
         yield region.stats
-    # Handles do not need the region, and nothing is packed by it any more.
 
 
 # --- what is counted
@@ -309,7 +319,7 @@ class _ThroughHooks:
 
     __slots__ = ("_packed", "_unpack")
 
-    def __init__(self, parts: tuple[Tensor, ...], hooks: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+    def __init__(self, parts: tuple[Tensor, ...], hooks: _Hooks) -> None:
         self._packed = [hooks[0](part) for part in parts]
         self._unpack = hooks[1]
 
@@ -587,11 +597,11 @@ def _worth_whole(tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> 
     )
 
 
-def _outer_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _outer_hooks() -> _Hooks | None:
     """The hooks around a region that get what it keeps: none if these are a checkpoint's, which would pair
     what they get with what a recomputation saves; those around it if they are another region's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or getattr(hooks[0], "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook.")):
         return None
-    region = getattr(hooks[0], "__self__", None)
+    region = getattr(getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]), "__self__", None)
     return region._outer if isinstance(region, _Region) else hooks
