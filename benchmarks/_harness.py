@@ -124,12 +124,8 @@ def arguments(name: str, description: str | None) -> argparse.Namespace:
     """The options that every benchmark takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch's threads")
-    parser.add_argument(
-        "--quick", action="store_true", help="few rounds: to see that it runs, not to measure"
-    )
-    parser.add_argument(
-        "--json", type=Path, default=RESULTS / f"{name}.json", help="where to write the results"
-    )
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to measure")
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help="where to write the results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     return options
@@ -146,10 +142,7 @@ def report(name: str, results: list[dict[str, Any]], path: Path, device: str = "
     print(f"{'case':44} {'what':28} {'median us':>11} {'p20':>11} {'p80':>11}")
     for result in results:
         for what, times in result["timing"].items():
-            print(
-                f"{result['case']:44} {what:28} {times['median']:11.1f} {times['p20']:11.1f} "
-                f"{times['p80']:11.1f}"
-            )
+            print(f"{result['case']:44} {what:28} {times['median']:11.1f} {times['p20']:11.1f} {times['p80']:11.1f}")
         for what, value in result.get("ratios", {}).items():
             target = result.get("target", {}).get(what)
             print(f"{'':44} {what:28} {value:10.2f}x" + (f"   (target {target}x)" if target else ""))

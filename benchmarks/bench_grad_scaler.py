@@ -88,9 +88,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def main() -> None:
     options = arguments("grad_scaler", __doc__)
-    rounds: dict[str, Any] = (
-        dict(rounds=5, min_seconds=0.0) if options.quick else dict(rounds=200, min_seconds=2.0)
-    )
+    rounds: dict[str, Any] = dict(rounds=5, min_seconds=0.0) if options.quick else dict(rounds=200, min_seconds=2.0)
     results: list[dict[str, Any]] = []
 
     def case(

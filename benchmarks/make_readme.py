@@ -35,13 +35,18 @@ def timing_table(content: dict[str, Any]) -> str:
         timing, ratios, targets = result["timing"], result.get("ratios", {}), result.get("target", {})
         for name, ratio in ratios.items():
             other = name.removeprefix("against ")
-            if other not in timing or "fastamp" not in timing:
+            ours = "fastamp"
+            if " / " in name:  # "torch / scaler.clip_grad_norm_": the contestants by name
+                other, ours = name.split(" / ")
+            if other not in timing or ours not in timing:
                 continue
             case = result["case"] if other == "torch" else f"{result['case']}, against `{other}`"
+            if ours != "fastamp":
+                case += f", `{ours}`"
             target = f"{targets[name]}x" if name in targets else ""
             missed = " (missed)" if name in targets and ratio < targets[name] else ""
             rows.append(
-                f"| {case} | {duration(timing[other]['median'])} | {duration(timing['fastamp']['median'])} "
+                f"| {case} | {duration(timing[other]['median'])} | {duration(timing[ours]['median'])} "
                 f"| {ratio:.2f}x | {target}{missed} |"
             )
     return "\n".join([*rows, "", f"<sub>{conditions(content['machine'])}</sub>"])

@@ -17,7 +17,7 @@ template <class... Parts>
 }  // namespace fastamp
 
 // The parts of the message are evaluated only where the condition does not hold.
-#define FASTAMP_CHECK(condition, ...) \
-  do {                                \
+#define FASTAMP_CHECK(condition, ...)               \
+  do {                                              \
     if (!(condition)) ::fastamp::fail(__VA_ARGS__); \
   } while (false)

@@ -120,9 +120,9 @@ struct Codec<StorageFormat::kFp8E5M2> : Fp8Codec<2, 15> {
 // ---- blocks -------------------------------------------------------------------------------------------------------
 
 struct BlockScale {
-  float stored;    // what goes to scales[]
-  float widen;     // a power of two, 1 but for tiny blocks
-  float inverse;   // y = (x * widen) * inverse
+  float stored;   // what goes to scales[]
+  float widen;    // a power of two, 1 but for tiny blocks
+  float inverse;  // y = (x * widen) * inverse
   float top;
 };
 

@@ -117,11 +117,10 @@ PyObject* python_object(const Slot& slot, long) {
 bool is_plain(const at::Tensor& grad) {
   using c10::DispatchKey, c10::DispatchKeySet;
   constexpr DispatchKeySet kPlain =
-      DispatchKeySet(DispatchKey::CPU) | DispatchKeySet(DispatchKey::CUDA) |
-      DispatchKeySet(DispatchKey::AutogradCPU) | DispatchKeySet(DispatchKey::AutogradCUDA) |
-      DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(DispatchKey::AutocastCUDA) |
-      DispatchKeySet(DispatchKey::ADInplaceOrView) | DispatchKeySet(DispatchKey::Conjugate) |
-      DispatchKeySet(DispatchKey::Negative);
+      DispatchKeySet(DispatchKey::CPU) | DispatchKeySet(DispatchKey::CUDA) | DispatchKeySet(DispatchKey::AutogradCPU) |
+      DispatchKeySet(DispatchKey::AutogradCUDA) | DispatchKeySet(DispatchKey::AutocastCPU) |
+      DispatchKeySet(DispatchKey::AutocastCUDA) | DispatchKeySet(DispatchKey::ADInplaceOrView) |
+      DispatchKeySet(DispatchKey::Conjugate) | DispatchKeySet(DispatchKey::Negative);
   const c10::TensorImpl* impl = grad.unsafeGetTensorImpl();
   if ((impl->key_set().raw_repr() & ~kPlain.raw_repr()) != 0 || (impl->is_cuda() && !launchers_of(true))) return false;
   PyObject* const object = python_object(*impl->pyobj_slot(), 0);
@@ -131,8 +130,8 @@ bool is_plain(const at::Tensor& grad) {
 // The data of a one-element argument.
 void* scalar(const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType dtype = at::kFloat) {
   FASTAMP_CHECK(is_plain(tensor) && tensor.scalar_type() == dtype && tensor.numel() == 1 && tensor.device() == device,
-                name, " must hold one ", dtype_name(dtype), " element on ", device.str(), ", got ", tensor.numel(), " of ",
-                dtype_name(tensor.scalar_type()), " on ", tensor.device().str());
+                name, " must hold one ", dtype_name(dtype), " element on ", device.str(), ", got ", tensor.numel(),
+                " of ", dtype_name(tensor.scalar_type()), " on ", tensor.device().str());
   return tensor.data_ptr();
 }
 
@@ -345,7 +344,6 @@ class GradientBuckets {
       if (d.device == device) return d;
     throw py::key_error("no gradients on " + device.str());
   }
-
 
   // In-place writes, as autograd counts them.
   static void count_writes(const std::vector<at::Tensor>& grads) {

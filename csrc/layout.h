@@ -12,8 +12,8 @@ enum class Layout { kDense, kStrided, kOverlapping, kTooManyDims };
 
 // Classifies a tensor and, where it has gaps, fills ref's dim, sizes and strides. With source_strides given, the
 // two operands share sizes, and kDense means that both are dense in the same order.
-inline Layout classify_layout(int64_t dim, const int64_t* sizes, const int64_t* strides,
-                              const int64_t* source_strides, StridedRef* ref) {
+inline Layout classify_layout(int64_t dim, const int64_t* sizes, const int64_t* strides, const int64_t* source_strides,
+                              StridedRef* ref) {
   // Contiguous is the common case and needs no sorting.
   int64_t expected = 1;
   bool contiguous = true;

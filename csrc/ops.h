@@ -21,13 +21,13 @@ void accumulate_boxed(StableIValue* stack, uint64_t num_inputs, uint64_t num_out
 // scale.cpp
 void update_scale_boxed(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void clip_coefficient_boxed(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
-std::vector<torch::stable::Tensor> scale_losses(std::vector<torch::stable::Tensor> losses,
-                                                torch::stable::Tensor scale);
+std::vector<torch::stable::Tensor> scale_losses(std::vector<torch::stable::Tensor> losses, torch::stable::Tensor scale);
 
 // storage.cpp
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> quantize_blockwise(
-    torch::stable::Tensor x, std::string format, int64_t block_size, bool stochastic, std::optional<int64_t> seed,
-    int64_t offset, std::optional<torch::stable::Tensor> base);
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> quantize_blockwise(torch::stable::Tensor x, std::string format,
+                                                                            int64_t block_size, bool stochastic,
+                                                                            std::optional<int64_t> seed, int64_t offset,
+                                                                            std::optional<torch::stable::Tensor> base);
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> quantize_blockwise_stats(
     torch::stable::Tensor x, torch::stable::Tensor found_inf, torch::stable::Tensor amax, std::string format,
     int64_t block_size, bool stochastic, std::optional<int64_t> seed, int64_t offset,

@@ -85,12 +85,11 @@ void* current_cuda_stream([[maybe_unused]] int32_t device_index) {
 }
 #endif
 
-#define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing)                                               \
-  {                                                                                                       \
-    kLaunchersVersion, current_stream, is_capturing, &ns::unscale, &ns::check, &ns::unscale_norm,         \
-        &ns::clip, &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses,          \
-        &ns::quantize, &ns::dequantize, &ns::pack_bits, &ns::pack_scaled_mask, &ns::unpack_bits           \
-  }
+#define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing)                                      \
+  {kLaunchersVersion, current_stream, is_capturing,    &ns::unscale,      &ns::check,            \
+   &ns::unscale_norm, &ns::clip,      &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, \
+   &ns::scale_losses, &ns::quantize,  &ns::dequantize, &ns::pack_bits,    &ns::pack_scaled_mask, \
+   &ns::unpack_bits}
 #ifndef FASTAMP_EMULATED
 void* no_stream(int32_t) { return nullptr; }
 bool never_capturing(void*) { return false; }
@@ -117,7 +116,7 @@ const fastamp::Launchers* fastamp_launchers(int cuda) {
 // The library is loaded as a Python module, so that Python's import system finds it; all it holds are the ops
 // registered above.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__ops() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ops", "fastamp's operators", -1, nullptr, nullptr,
-                                   nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_ops", "fastamp's operators", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }

@@ -29,26 +29,26 @@ void update_scale_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const TensorInfo tracker_info =
       read_scalar(op, "growth_tracker", tracker, aoti_torch_dtype_int32(), "torch.int32", &device);
   FASTAMP_CHECK(found_infs.size() >= 1 && found_infs.size() <= kMaxFoundInfs, op, ": found_infs must hold 1 to ",
-                  kMaxFoundInfs, " tensors, got ", found_infs.size());
+                kMaxFoundInfs, " tensors, got ", found_infs.size());
   for (size_t i = 0; i < found_infs.size(); ++i) {
     const TensorInfo& f = found_infs.tensors()[i];
     FASTAMP_CHECK(f.strided_layout && f.dtype == aoti_torch_dtype_float32() && f.numel == 1, found_infs.item(i),
-                    " must hold one torch.float32 element, got ", f.numel, " of ", dtype_name(f.dtype));
+                  " must hold one torch.float32 element, got ", f.numel, " of ", dtype_name(f.dtype));
     FASTAMP_CHECK(f.device == device, found_infs.item(i), " must be on ", device.name(), " like scale, got ",
-                    f.device.name(), ": move it with .to(scale.device, non_blocking=True)");
+                  f.device.name(), ": move it with .to(scale.device, non_blocking=True)");
     update.found_infs[i] = static_cast<const float*>(f.data);
   }
   update.num_found_infs = static_cast<int32_t>(found_infs.size());
   FASTAMP_CHECK(update.growth_interval >= 1 && update.growth_interval <= std::numeric_limits<int32_t>::max(), op,
-                  ": growth_interval must be between 1 and 2147483647, got ", update.growth_interval);
+                ": growth_interval must be between 1 and 2147483647, got ", update.growth_interval);
   FASTAMP_CHECK(hysteresis >= 1 && hysteresis <= std::numeric_limits<int32_t>::max(), op,
-                  ": hysteresis must be between 1 and 2147483647, got ", hysteresis);
+                ": hysteresis must be between 1 and 2147483647, got ", hysteresis);
   FASTAMP_CHECK(hysteresis == 1 || hysteresis_tracker.has_value(), op, ": hysteresis = ", hysteresis,
-                  " needs hysteresis_tracker, a torch.int32 tensor of one element that starts at hysteresis");
+                " needs hysteresis_tracker, a torch.int32 tensor of one element that starts at hysteresis");
   update.min_scale = static_cast<float>(min_scale.value_or(0.0));
   update.max_scale = static_cast<float>(max_scale.value_or(std::numeric_limits<double>::infinity()));
   FASTAMP_CHECK(update.min_scale <= update.max_scale, op, ": min_scale must not be above max_scale, got ",
-                  update.min_scale, " and ", update.max_scale);
+                update.min_scale, " and ", update.max_scale);
   update.scale = static_cast<float*>(scale_info.data);
   update.growth_tracker = static_cast<int32_t*>(tracker_info.data);
   update.hysteresis = static_cast<int32_t>(hysteresis);
@@ -85,9 +85,9 @@ std::vector<Tensor> scale_losses(std::vector<Tensor> losses, Tensor scale) {
     const TensorInfo t = read_tensor(losses[i].get());
     const auto dtype = kernel_dtype(t.dtype);
     FASTAMP_CHECK(t.strided_layout && dtype && !dtype->complex, op, ": losses[", i,
-                    "] must be a strided floating-point tensor, got ", dtype_name(t.dtype));
+                  "] must be a strided floating-point tensor, got ", dtype_name(t.dtype));
     FASTAMP_CHECK(t.device == scale_info.device, op, ": losses[", i, "] must be on ", scale_info.device.name(),
-                    " like scale, got ", t.device.name());
+                  " like scale, got ", t.device.name());
     kinds.emplace_back(static_cast<int64_t>(dtype->dtype), t.dim == 0 && element_size(dtype->dtype) == 2);
   }
   std::vector<Tensor> outputs;

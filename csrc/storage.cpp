@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
   const TensorInfo given = read_tensor(x.get());
   Quantize args{};
   args.dtype = codec_dtype(op, "x", given.dtype);
-  const auto* const entry = std::find_if(std::begin(kFormats), std::end(kFormats),
-                                         [&](const auto& known) { return format == known.name; });
+  const auto* const entry =
+      std::find_if(std::begin(kFormats), std::end(kFormats), [&](const auto& known) { return format == known.name; });
   FASTAMP_CHECK(entry != std::end(kFormats), op, ": format must be one of int8, int4, fp8_e4m3, fp8_e5m2, got ",
                 format);
   FASTAMP_CHECK(block_size >= kMinBlockSize && block_size <= kMaxBlockSize && (block_size & (block_size - 1)) == 0, op,
@@ -98,7 +98,8 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
                 block_size);
   FASTAMP_CHECK(!stochastic || seed, op, ": stochastic rounding needs a seed");
   FASTAMP_CHECK(offset >= 0, op, ": offset must not be negative, got ", offset);
-  if (found_inf) args.found_inf = static_cast<float*>(read_float_scalar(op, "found_inf", *found_inf, &given.device).data);
+  if (found_inf)
+    args.found_inf = static_cast<float*>(read_float_scalar(op, "found_inf", *found_inf, &given.device).data);
   if (amax) args.amax = static_cast<float*>(read_float_scalar(op, "amax", *amax, &given.device).data);
   std::optional<Flat> flat_base;
   if (base) flat_base = read_base(op, *base, given.dtype, given.sizes, given.dim, given.device, "x");
@@ -124,8 +125,7 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize_blockwise(Tensor x, std::string format, int64_t block_size, bool stochastic,
-                                              std::optional<int64_t> seed, int64_t offset,
-                                              std::optional<Tensor> base) {
+                                              std::optional<int64_t> seed, int64_t offset, std::optional<Tensor> base) {
   return quantize("quantize_blockwise", x, nullptr, nullptr, format, block_size, stochastic, seed, offset, base);
 }
 
@@ -160,13 +160,14 @@ Tensor dequantize_blockwise(Tensor payload, Tensor scales, std::vector<int64_t> 
   // Any number of scales above one belongs to at most one power of two; one scale is one block, however large.
   int64_t block_size = kMinBlockSize;
   while (block_size < kMaxBlockSize && ceil_div(args.numel, block_size) > blocks.numel) block_size *= 2;
-  FASTAMP_CHECK(ceil_div(args.numel, block_size) == blocks.numel, op, ": scales must hold one element for each block of ",
-                kMinBlockSize, " to ", kMaxBlockSize, " (a power of two) of ", args.numel, " elements, got ",
-                blocks.numel);
+  FASTAMP_CHECK(ceil_div(args.numel, block_size) == blocks.numel, op,
+                ": scales must hold one element for each block of ", kMinBlockSize, " to ", kMaxBlockSize,
+                " (a power of two) of ", args.numel, " elements, got ", blocks.numel);
   args.block_size = static_cast<int32_t>(block_size);
   std::optional<Flat> flat_base;
   if (base)
-    flat_base = read_base(op, *base, code, shape.data(), static_cast<int64_t>(shape.size()), codes.device, "the output");
+    flat_base =
+        read_base(op, *base, code, shape.data(), static_cast<int64_t>(shape.size()), codes.device, "the output");
   const Flat flat_codes(op, "payload", payload), flat_scales(op, "scales", scales);
 
   args.payload = static_cast<const uint8_t*>(flat_codes.info.data);
@@ -227,8 +228,7 @@ Tensor unpack_bits(Tensor payload, std::vector<int64_t> shape, std::optional<Ten
     const TensorInfo scalar = read_tensor(value->get());
     const auto dtype = kernel_dtype(scalar.dtype);
     FASTAMP_CHECK(dtype && !dtype->complex && scalar.strided_layout && scalar.numel == 1, op,
-                  ": value must hold one floating-point element, got ", scalar.numel, " of ",
-                  dtype_name(scalar.dtype));
+                  ": value must hold one floating-point element, got ", scalar.numel, " of ", dtype_name(scalar.dtype));
     check_device(op, "value", scalar, "payload", given.device);
     args.dtype = dtype->dtype;
     args.value = scalar.data;

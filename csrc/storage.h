@@ -84,12 +84,12 @@ struct UnpackBits {
   const uint8_t* payload;
 };
 
-#define FASTAMP_DECLARE_STORAGE_LAUNCHERS                                                      \
-  void quantize(const Quantize& args, void* stream);                                           \
-  void dequantize(const Dequantize& args, void* stream);                                       \
-  /* any byte other than 0 is true */                                                          \
-  void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* payload, void* stream);          \
-  void pack_scaled_mask(const PackScaledMask& args, void* stream);                             \
+#define FASTAMP_DECLARE_STORAGE_LAUNCHERS                                             \
+  void quantize(const Quantize& args, void* stream);                                  \
+  void dequantize(const Dequantize& args, void* stream);                              \
+  /* any byte other than 0 is true */                                                 \
+  void pack_bits(const uint8_t* mask, int64_t numel, uint8_t* payload, void* stream); \
+  void pack_scaled_mask(const PackScaledMask& args, void* stream);                    \
   void unpack_bits(const UnpackBits& args, void* stream);
 
 namespace cpu {

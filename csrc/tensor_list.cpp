@@ -118,26 +118,26 @@ Buckets make_buckets(const TensorList& tensors, Device device, const TensorList*
     const TensorInfo& t = tensors.tensors()[i];
     const TensorInfo* source = sources ? &sources->tensors()[i] : nullptr;
     const std::optional<KernelDType> own = kernel_dtype(t.dtype);
-    FASTAMP_CHECK(t.strided_layout && own, tensors.item(i),
-                    " must be a strided floating-point or complex tensor, got ", dtype_name(t.dtype),
-                    t.strided_layout ? "" : " with a sparse layout (pass its values() after coalesce())");
+    FASTAMP_CHECK(t.strided_layout && own, tensors.item(i), " must be a strided floating-point or complex tensor, got ",
+                  dtype_name(t.dtype),
+                  t.strided_layout ? "" : " with a sparse layout (pass its values() after coalesce())");
     FASTAMP_CHECK(t.device == device, tensors.item(i), " must be on ", device.name(),
-                    " like the scalar arguments, got ", t.device.name(), ": call the op once for each device");
+                  " like the scalar arguments, got ", t.device.name(), ": call the op once for each device");
     std::optional<KernelDType> dtype = own;
     if (source) {
       dtype = kernel_dtype(source->dtype);
       FASTAMP_CHECK(source->strided_layout && dtype, sources->item(i),
-                      " must be a strided floating-point or complex tensor, got ", dtype_name(source->dtype));
+                    " must be a strided floating-point or complex tensor, got ", dtype_name(source->dtype));
       FASTAMP_CHECK(source->device == device, sources->item(i), " must be on ", device.name(), " like ",
-                      tensors.item(i), ", got ", source->device.name());
+                    tensors.item(i), ", got ", source->device.name());
     }
     Bucket& bucket = buckets.by_dtype[static_cast<int>(dtype->dtype)];
     StridedRef strided;
     const Layout layout = read_layout(t, own->complex, source, &strided);
     FASTAMP_CHECK(layout != Layout::kOverlapping, tensors.item(i),
-                    " overlaps itself in memory (an expanded tensor?): pass .contiguous() instead");
+                  " overlaps itself in memory (an expanded tensor?): pass .contiguous() instead");
     FASTAMP_CHECK(layout != Layout::kTooManyDims, tensors.item(i), " has gaps in more than ", kMaxDims,
-                    " dimensions: pass .contiguous() instead");
+                  " dimensions: pass .contiguous() instead");
     const int64_t numel = own->complex ? 2 * t.numel : t.numel;
     const auto index = static_cast<int32_t>(i);
     const void* source_data = source ? source->data : nullptr;
@@ -157,10 +157,10 @@ Buckets make_buckets(const TensorList& tensors, Device device, const TensorList*
 TensorInfo read_scalar(const char* op, const char* name, const Tensor& tensor, int32_t dtype, const char* dtype_text,
                        const Device* device) {
   const TensorInfo info = read_tensor(tensor.get());
-  FASTAMP_CHECK(info.strided_layout && info.dtype == dtype && info.numel == 1, op, ": ", name,
-                  " must hold one ", dtype_text, " element, got ", info.numel, " of ", dtype_name(info.dtype));
-  FASTAMP_CHECK(!device || info.device == *device, op, ": ", name, " must be on ",
-                  device ? device->name() : "", ", got ", info.device.name());
+  FASTAMP_CHECK(info.strided_layout && info.dtype == dtype && info.numel == 1, op, ": ", name, " must hold one ",
+                dtype_text, " element, got ", info.numel, " of ", dtype_name(info.dtype));
+  FASTAMP_CHECK(!device || info.device == *device, op, ": ", name, " must be on ", device ? device->name() : "",
+                ", got ", info.device.name());
   return info;
 }
 
@@ -170,7 +170,7 @@ TensorInfo read_float_scalar(const char* op, const char* name, const Tensor& ten
 
 Backend::Backend(const char* op, Device device) : launchers_(fastamp_launchers(device.cuda)) {
   FASTAMP_CHECK(launchers_, op,
-                  ": this build of fastamp has no CUDA kernels; `python -m fastamp` says how to build them");
+                ": this build of fastamp has no CUDA kernels; `python -m fastamp` says how to build them");
   if (device.cuda) guard_.emplace(device.index);
   stream_ = launchers_->current_stream(device.index);
 }

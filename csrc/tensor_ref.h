@@ -8,9 +8,7 @@ namespace fastamp {
 
 enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-constexpr int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // A tensor whose elements fill `numel` consecutive places in memory, in any order (channels_last is dense too:
 // the ops are element-wise or order-free).

@@ -26,9 +26,8 @@ void check_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const TensorInfo found = read_float_scalar("check_", "found_inf", found_inf);
   const Buckets buckets = make_buckets(grads, found.device);
   const Backend backend("check_", found.device);
-  buckets.for_each([&](const TensorSpan& span, bool) {
-    backend->check(span, static_cast<float*>(found.data), backend.stream());
-  });
+  buckets.for_each(
+      [&](const TensorSpan& span, bool) { backend->check(span, static_cast<float*>(found.data), backend.stream()); });
 }
 
 void unscale_norm_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -74,12 +73,12 @@ void clip_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList grads("clip_", "grads", stack[0]);
   const auto coefficient = argument<Tensor>(stack[1]);
   const bool float64 = read_tensor(coefficient.get()).dtype == aoti_torch_dtype_float64();
-  const TensorInfo by = float64 ? read_scalar("clip_", "coefficient", coefficient, aoti_torch_dtype_float64(), "torch.float64")
-                                : read_float_scalar("clip_", "coefficient", coefficient);
+  const TensorInfo by =
+      float64 ? read_scalar("clip_", "coefficient", coefficient, aoti_torch_dtype_float64(), "torch.float64")
+              : read_float_scalar("clip_", "coefficient", coefficient);
   const Buckets buckets = make_buckets(grads, by.device);
   const Backend backend("clip_", by.device);
-  buckets.for_each(
-      [&](const TensorSpan& span, bool) { backend->clip(span, {by.data, float64}, backend.stream()); });
+  buckets.for_each([&](const TensorSpan& span, bool) { backend->clip(span, {by.data, float64}, backend.stream()); });
 }
 
 void accumulate_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -89,14 +88,14 @@ void accumulate_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const TensorInfo found = read_float_scalar("accumulate_", "found_inf", found_inf);
   const TensorInfo inv = read_float_scalar("accumulate_", "inv_scale", inv_scale, &found.device);
   FASTAMP_CHECK(main_grads.size() == grads.size(), "accumulate_: main_grads and grads must have the same length, got ",
-                  main_grads.size(), " and ", grads.size());
+                main_grads.size(), " and ", grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     const TensorInfo &m = main_grads.tensors()[i], &g = grads.tensors()[i];
     FASTAMP_CHECK(m.dtype == aoti_torch_dtype_float32(), main_grads.item(i), " must be torch.float32, got ",
-                    dtype_name(m.dtype));
+                  dtype_name(m.dtype));
     const auto dtype = kernel_dtype(g.dtype);
     FASTAMP_CHECK(dtype && !dtype->complex && dtype->dtype != DType::kFloat64, grads.item(i),
-                    " must be torch.float16, torch.bfloat16 or torch.float32, got ", dtype_name(g.dtype));
+                  " must be torch.float16, torch.bfloat16 or torch.float32, got ", dtype_name(g.dtype));
     bool same = m.dim == g.dim;
     for (int64_t d = 0; same && d < m.dim; ++d) same = m.sizes[d] == g.sizes[d];
     FASTAMP_CHECK(same, main_grads.item(i), " and ", grads.item(i), " must have the same shape");

@@ -55,7 +55,7 @@ FASTAMP_DECLARE_UNSCALE_LAUNCHERS
 namespace cuda {
 FASTAMP_DECLARE_UNSCALE_LAUNCHERS
 bool is_capturing(void* stream);  // into a CUDA graph
-}
+}  // namespace cuda
 #undef FASTAMP_DECLARE_UNSCALE_LAUNCHERS
 
 }  // namespace fastamp

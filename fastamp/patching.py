@@ -64,9 +64,7 @@ class AmpGradScaler(grad_scaler.GradScaler, metaclass=_StandIn):
         **policies: Any,
     ) -> None:
         policies = {**_scaler_options(), **policies}
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies
-        )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
 class CudaGradScaler(fastamp.cuda.amp.GradScaler, metaclass=_StandIn):
@@ -104,9 +102,7 @@ class CpuGradScaler(grad_scaler.GradScaler, torch.cpu.amp.GradScaler, metaclass=
         **policies: Any,
     ) -> None:
         policies = {**_scaler_options(), **policies}
-        super().__init__(
-            "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies
-        )
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
 def checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -94,9 +94,7 @@ def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def accumulate_(
-    main_grads: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
-) -> None:
+def accumulate_(main_grads: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     for main, grad in zip(main_grads, grads, strict=True):
         _elements(main).add_(_elements(grad).float() * inv_scale.reshape(()))
     _note_nonfinite_(main_grads, found_inf)

@@ -35,9 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--storage", metavar="FORMAT", help="keep what checkpoints keep as bf16, fp16, int8, fp8_e4m3, ..."
     )
-    parser.add_argument(
-        "--store", metavar="FORMAT", help="keep everything that autograd saves so, without recomputing"
-    )
+    parser.add_argument("--store", metavar="FORMAT", help="keep everything that autograd saves so, without recomputing")
     parser.add_argument("--min-scale", type=float, metavar="X", help="never back the scale off below X")
     parser.add_argument("--max-scale", type=float, metavar="X", help="never let the scale grow above X")
     parser.add_argument(
@@ -107,9 +105,7 @@ def _in_effect(options: dict[str, Any]) -> Iterator[None]:
     import fastamp
 
     policies = {
-        name: options[name]
-        for name in ("storage", "min_scale", "max_scale", "hysteresis")
-        if options[name] is not None
+        name: options[name] for name in ("storage", "min_scale", "max_scale", "hysteresis") if options[name] is not None
     }
     with contextlib.ExitStack() as stack:
         try:

@@ -158,9 +158,7 @@ def test_conversions_are_torchs(cases: SelfTest, name: str) -> None:
 
 
 def test_conversions_to_integers_saturate(cases: SelfTest) -> None:
-    x = np.array(
-        [0.5, 1.5, -0.5, -2.5, 2.5e9, -2.5e9, 4.4e9, np.nan, np.inf, -np.inf, 2147483520.0], np.float32
-    )
+    x = np.array([0.5, 1.5, -0.5, -2.5, 2.5e9, -2.5e9, 4.4e9, np.nan, np.inf, -np.inf, 2147483520.0], np.float32)
     out = cases.run("to_integers", x, np.zeros((len(x), 5), np.int32), len(x))
     int_max, int_min, uint_max = 2**31 - 1, -(2**31), -1
     assert out.tolist() == [

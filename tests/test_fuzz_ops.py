@@ -103,9 +103,7 @@ gradients = st.builds(
     Gradient,
     dtype=st.sampled_from(DTYPES),
     layout=st.sampled_from(LAYOUTS),
-    numel=st.one_of(
-        st.integers(0, 40), st.integers(0, 3000), st.sampled_from([4095, 4096, 4097, 8193, 16385])
-    ),
+    numel=st.one_of(st.integers(0, 40), st.integers(0, 3000), st.sampled_from([4095, 4096, 4097, 8193, 16385])),
     exponent=st.integers(-30, 17),
     specials=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from(SPECIALS)), max_size=3),
     seed=st.integers(0, 2**31),
@@ -159,9 +157,7 @@ def run(implementation, op: str, specs: list[Gradient], factor: float, schedule:
     return [*grads, found]
 
 
-@pytest.mark.parametrize(
-    "op", ["unscale_", "unscale_norm_", "check_", "clip_", "accumulate_", "scale_losses"]
-)
+@pytest.mark.parametrize("op", ["unscale_", "unscale_norm_", "check_", "clip_", "accumulate_", "scale_losses"])
 def test_three_implementations_agree(implementations, op):
     @settings
     @given(specs=lists, factor=factors, schedule=st.sampled_from(SCHEDULES))

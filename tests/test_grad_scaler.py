@@ -971,12 +971,10 @@ def test_kernels_and_syncs_of_a_step(name):
     fused = name in FUSED
     # The fused optimizers undo their step count where found_inf is set.
     extra.pop("aten::_foreach_sub_", None)
-    gradients = {"fastamp::check_": 1} if fused else {"fastamp::unscale_": 1, "aten::reciprocal": 1}
-    if fastamp._library.host is not None:
-        gradients.pop("fastamp::check_", None)
-        gradients.pop("fastamp::unscale_", None)
-    sync = {} if fused else {"aten::_local_scalar_dense": 1}
-    assert extra == {**gradients, **sync, "fastamp::update_scale_": 1}
+    expected = {} if fused else {"aten::reciprocal": 1, "aten::_local_scalar_dense": 1}
+    if fastamp._library.host is None:  # the host module launches without the dispatcher
+        expected |= {"fastamp::check_" if fused else "fastamp::unscale_": 1, "fastamp::update_scale_": 1}
+    assert extra == expected
 
 
 def test_no_sync_in_unscale_clip_update():

@@ -67,9 +67,7 @@ def close(estimated: int, real: int) -> None:
         ("gpt", {"precision": "bf16-amp"}),
         ("cnn", {"accumulation": 3}),
     ],
-    ids=lambda value: (
-        value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "plain"
-    ),
+    ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "plain",
 )
 def test_saved_bytes_and_peak_are_those_of_a_real_step(kind, settings):
     model, inputs, loss = make(kind)
@@ -136,16 +134,12 @@ print(report.peak.bytes - report.parameters.bytes, after_estimate - before, stat
 """
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the peak of the resident set needs Linux"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of the resident set needs Linux")
 def test_resident_memory_grows_by_the_estimate_and_not_while_estimating():
     code = _RESIDENT.format(tests=str(Path(__file__).parent))
     # Without these, glibc keeps freed memory for later and so hides where the peak is.
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=settings)
     estimated, while_estimating, real = map(int, done.stdout.split())
     assert estimated > 100e6
     assert abs(real - estimated) < 0.2 * estimated
@@ -223,9 +217,7 @@ def test_sgd_and_adam_are_told_apart():
 
 def test_an_optimizers_own_groups_settings_and_state_are_left_alone():
     model, inputs = nn.Linear(32, 32), torch.randn(2, 32)
-    optimizer = torch.optim.AdamW(
-        [{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "amsgrad": True}]
-    )
+    optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "amsgrad": True}])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     report = estimate(model, inputs, optimizer=optimizer)
     assert report.optimizer_states == 2 * model.weight.nbytes + 3 * model.bias.nbytes + 8
@@ -298,9 +290,7 @@ def test_frozen_lora_and_full_training_are_told_apart():
 
 def test_finetune_insists_on_frozen_parameters_and_training_on_others():
     model, inputs = nn.Linear(4, 4), torch.randn(2, 4)
-    with pytest.raises(
-        ValueError, match="mode='finetune' expects frozen parameters, and all 2 require gradients"
-    ):
+    with pytest.raises(ValueError, match="mode='finetune' expects frozen parameters, and all 2 require gradients"):
         estimate(model, inputs, mode="finetune")
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of Linear requires gradients"):
@@ -339,11 +329,7 @@ def test_breakdown_adds_up_and_says_where():
     model, inputs, loss = make("gpt")
     report = estimate(model, inputs, loss=loss)
     assert sum(report.peak.breakdown.values()) == report.peak.bytes
-    assert (
-        sum(report.activations_by_module.values())
-        == report.activations
-        == sum(report.activations_by_kind.values())
-    )
+    assert sum(report.activations_by_module.values()) == report.activations == sum(report.activations_by_kind.values())
     assert max(sum(sample.bytes) for sample in report.timeline) == report.peak.bytes
     assert report.peak.phase in ("forward", "backward")
     assert report.whole["optimizer states"] == pytest.approx(2 * report.parameters.bytes, rel=0.01)
@@ -352,9 +338,7 @@ def test_breakdown_adds_up_and_says_where():
         report.activations_by_kind
     )
     deep = report.by_module(2)
-    assert deep["blocks.0"] == sum(
-        b for n, b in report.activations_by_module.items() if n.startswith("blocks.0")
-    )
+    assert deep["blocks.0"] == sum(b for n, b in report.activations_by_module.items() if n.startswith("blocks.0"))
     text = str(report)
     assert "The peak falls in" in text and "optimizer states" in text and "CUDA caching allocator" in text
     assert report.cuda.requested == report.peak.bytes <= report.cuda.allocated <= report.cuda.reserved
@@ -363,9 +347,7 @@ def test_breakdown_adds_up_and_says_where():
 
 def test_peak_of_a_large_optimizer_step_falls_there():
     model = nn.Linear(512, 512)
-    report = estimate(
-        model, torch.randn(1, 512), device="cuda"
-    )  # foreach: scratch for all parameters at once
+    report = estimate(model, torch.randn(1, 512), device="cuda")  # foreach: scratch for all parameters at once
     assert report.peak.phase == "optimizer" and report.temporaries_at_peak >= model.weight.nbytes
 
 
@@ -382,9 +364,7 @@ def test_cuda_kernels_keep_masks_as_bools_and_no_attention_matrix():
     kept = {d: estimate(chain, x, precision="bf16-amp", device=d) for d in ("cpu", "cuda")}
     assert kept["cuda"].activations >= kept["cpu"].activations + 2 * x.numel()
     x = torch.ones(8, requires_grad=True)
-    assert (
-        "NativeDropout" not in type(F.dropout(x, 0.5).grad_fn).__name__
-    )  # CPU tensors are back on their own way
+    assert "NativeDropout" not in type(F.dropout(x, 0.5).grad_fn).__name__  # CPU tensors are back on their own way
 
 
 # --- the model is left as it was ---
@@ -438,9 +418,7 @@ def test_a_model_too_large_for_any_machine_is_estimated():
         model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(8)))
     report = estimate(model, torch.empty(4, 1 << 17, device="meta"), optimizer="adamw")
     weights = 8 * (1 << 34) * 4
-    assert report.parameters.bytes == weights and report.optimizer_states == pytest.approx(
-        2 * weights, rel=1e-6
-    )
+    assert report.parameters.bytes == weights and report.optimizer_states == pytest.approx(2 * weights, rel=1e-6)
     assert report.device == "cuda"
 
 

@@ -88,12 +88,7 @@ def test_replaces_names_bound_at_import_and_leaves_other_values(monkeypatch):
     assert wrapper.torch_utils_checkpoint is ORIGINALS["torch.utils.checkpoint.checkpoint"]
     fastamp.patch()
     assert library.Scaler is torch.cuda.amp.GradScaler is patching.CudaGradScaler
-    assert (
-        library.ckpt
-        is wrapper.torch_utils_checkpoint
-        is torch.utils.checkpoint.checkpoint
-        is patching.checkpoint
-    )
+    assert library.ckpt is wrapper.torch_utils_checkpoint is torch.utils.checkpoint.checkpoint is patching.checkpoint
     assert library.number == 5
     fastamp.unpatch()
     assert library.Scaler is ORIGINALS["torch.cuda.amp.GradScaler"]
@@ -312,9 +307,7 @@ def test_subclasses():
 
 
 @pytest.mark.parametrize("name", SCALERS)
-@pytest.mark.parametrize(
-    "move", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"]
-)
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["copy", "pickle"])
 def test_scalers_made_while_patched_copy_and_pickle_after(name, move):
     with fastamp.patched(min_scale=2.0):
         scaler = make_scaler(name)
@@ -324,9 +317,7 @@ def test_scalers_made_while_patched_copy_and_pickle_after(name, move):
 
 def test_models_with_a_checkpoint_in_them_pickle():
     fastamp.patch()
-    restored = pickle.loads(
-        pickle.dumps(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
-    )
+    restored = pickle.loads(pickle.dumps(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)))
     assert restored.func is torch.utils.checkpoint.checkpoint
 
 
@@ -336,9 +327,7 @@ def test_models_with_a_checkpoint_in_them_pickle():
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.GELU()) for _ in range(3)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.GELU()) for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:

@@ -73,9 +73,7 @@ class Kernel:
     shared_bytes: int
     instructions: int
     global_bytes: int  # moved by all global loads and stores, each counted once
-    accesses: dict[str, int] = field(
-        default_factory=dict
-    )  # "LDG.128" -> how many; and barriers, shuffles, ...
+    accesses: dict[str, int] = field(default_factory=dict)  # "LDG.128" -> how many; and barriers, shuffles, ...
 
     @property
     def instructions_per_byte(self) -> float:
@@ -146,9 +144,7 @@ def parse_resources(ptxas_output: str) -> dict[str, tuple[int, int, int, int]]:
     found = {}
     for entry in re.split(r"Compiling entry function '", ptxas_output)[1:]:
         name = entry.split("'")[0]
-        frame = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry
-        )
+        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         registers = re.search(r"Used (\d+) registers", entry)
         shared = re.search(r"(\d+) bytes smem", entry)
         stack, stores, loads = (int(number) for number in frame.groups())
@@ -195,9 +191,7 @@ def kernels_of(source: Path, arch: int) -> list[Kernel]:
         sass = parse_sass(run(command, env=environment).stdout)
     resources = parse_resources(ptxas_output)
     if set(sass) != set(resources):
-        raise RuntimeError(
-            f"{source.name} for {arch}: ptxas and cuobjdump disagree about which kernels there are"
-        )
+        raise RuntimeError(f"{source.name} for {arch}: ptxas and cuobjdump disagree about which kernels there are")
     rows = []
     for mangled, kernel in zip(sass, demangle(list(sass)), strict=True):
         registers, spilled, stack, shared = resources[mangled]

@@ -181,8 +181,7 @@ FASTAMP_AVX2 uint32_t read_steps_avx2(const T* x, const T* base, int64_t n, floa
       if (kStore) _mm256_storeu_ps(buffer + i + 8 * u, v);
       seen[u] = _mm256_max_epu32(seen[u], _mm256_and_si256(_mm256_castps_si256(v), abs_mask));
     }
-  return horizontal_max(
-      _mm256_max_epu32(_mm256_max_epu32(seen[0], seen[1]), _mm256_max_epu32(seen[2], seen[3])));
+  return horizontal_max(_mm256_max_epu32(_mm256_max_epu32(seen[0], seen[1]), _mm256_max_epu32(seen[2], seen[3])));
 }
 
 // Codes of eight values as int32, clean above the code but for the integers' sign.
@@ -223,8 +222,8 @@ struct Avx2Fp8Codec {
     const __m256i subnormal =
         _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(_mm256_castsi256_ps(abs), units), fraction));
     const __m256i added = _mm256_cvttps_epi32(_mm256_mul_ps(fraction, _mm256_set1_ps(1 << C::kDropped)));
-    const __m256i normal = _mm256_sub_epi32(_mm256_srli_epi32(_mm256_add_epi32(abs, added), C::kDropped),
-                                            _mm256_set1_epi32(C::kRebias));
+    const __m256i normal =
+        _mm256_sub_epi32(_mm256_srli_epi32(_mm256_add_epi32(abs, added), C::kDropped), _mm256_set1_epi32(C::kRebias));
     const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(C::kMinNormalBits), abs);
     return with_sign(_mm256_blendv_epi8(normal, subnormal, small), bits);
   }
@@ -466,7 +465,8 @@ FASTAMP_AVX2 int64_t unpack_steps_avx2(const uint8_t* payload, int64_t n, Word c
 }
 #endif
 
-// ---- the same, with the form that this processor runs -----------------------------------------------------------------
+// ---- the same, with the form that this processor runs
+// -----------------------------------------------------------------
 
 template <class T>
 uint32_t read_values(const T* x, const T* base, int64_t n, float* buffer, const float** values) {
@@ -667,9 +667,8 @@ void pack_scaled_mask(const PackScaledMask& args, void*) {
 
 void unpack_bits(const UnpackBits& args, void*) {
   auto run = [&](auto* out, auto c) {
-    for_each_unit(args.numel, kUnitElements, [&](int64_t begin, int64_t end) {
-      unpack(args.payload + begin / 8, end - begin, c, out + begin);
-    });
+    for_each_unit(args.numel, kUnitElements,
+                  [&](int64_t begin, int64_t end) { unpack(args.payload + begin / 8, end - begin, c, out + begin); });
   };
   if (!args.value) return run(static_cast<uint8_t*>(args.out), uint8_t{1});
   dispatch_word(args.dtype, [&](auto tag) {

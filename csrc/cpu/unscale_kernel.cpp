@@ -252,8 +252,7 @@ void unscale(const TensorSpan& grads, const float* inv_scale, float* found_inf, 
   });
 }
 
-void unscale_norm(const TensorSpan& grads, const float* inv_scale, float* found_inf, const NormOutput& output,
-                  void*) {
+void unscale_norm(const TensorSpan& grads, const float* inv_scale, float* found_inf, const NormOutput& output, void*) {
   const float factor = *inv_scale;
   dispatch(grads.dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -303,8 +302,8 @@ void unscale_norm(const TensorSpan& grads, const float* inv_scale, float* found_
 }
 
 void clip(const TensorSpan& grads, DeviceScalar coefficient, void*) {
-  const double wide =
-      coefficient.float64 ? *static_cast<const double*>(coefficient.data) : *static_cast<const float*>(coefficient.data);
+  const double wide = coefficient.float64 ? *static_cast<const double*>(coefficient.data)
+                                          : *static_cast<const float*>(coefficient.data);
   if (wide == 1.0) return;
   dispatch(grads.dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -332,8 +331,8 @@ void accumulate(const TensorSpan& grads, const float* inv_scale, float* found_in
     for (int64_t s = 0; s < grads.num_strided; ++s) {
       const StridedRef& ref = grads.strided[s];
       for_each_element(ref, [&](int64_t at, int64_t source_at) {
-        found.note(accumulate_span(static_cast<float*>(ref.data) + at, static_cast<const T*>(ref.source) + source_at,
-                                   1, factor));
+        found.note(accumulate_span(static_cast<float*>(ref.data) + at, static_cast<const T*>(ref.source) + source_at, 1,
+                                   factor));
       });
     }
   });

@@ -1,5 +1,4 @@
-// Tuning constants of the kernels, each with its reason. None has been measured on a GPU yet: benchmarks/on_gpu.sh
-// is how to.
+// Tuning constants of the kernels, each with its reason. None has been measured on a GPU yet.
 #pragma once
 
 namespace fastamp {

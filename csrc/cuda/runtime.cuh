@@ -21,7 +21,7 @@
 // The kernel comes last and is variadic, so that the commas of a template argument list need no parentheses.
 #define FASTAMP_LAUNCH(grid, block, shared_bytes, stream, ...) __VA_ARGS__<<<grid, block, shared_bytes, stream>>>
 #define FASTAMP_SHARED(T, name, N) __shared__ T name[N]
-#define FASTAMP_DYN_SHARED(T, name)                                     \
+#define FASTAMP_DYN_SHARED(T, name)                                       \
   extern __shared__ __align__(16) unsigned char fastamp_dynamic_shared[]; \
   T* name = reinterpret_cast<T*>(fastamp_dynamic_shared)
 

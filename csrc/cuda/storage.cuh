@@ -29,8 +29,7 @@ __device__ __forceinline__ bool is_aligned(const void* p) { return reinterpret_c
 
 // kCount values from p on, 0 from `left` on; differences where there is a base.
 template <int kCount, class T>
-__device__ __forceinline__ void read_values(const T* p, const T* base, int64_t left, bool aligned,
-                                            float (&v)[kCount]) {
+__device__ __forceinline__ void read_values(const T* p, const T* base, int64_t left, bool aligned, float (&v)[kCount]) {
   if (aligned && left >= kCount) {
 #pragma unroll
     for (int part = 0; part < kCount; part += Vec<T>::N) {
@@ -54,8 +53,7 @@ __device__ __forceinline__ void read_values(const T* p, const T* base, int64_t l
 
 // The largest x of each `lanes` consecutive threads, a power of two. Every thread of the block must call it.
 __device__ __forceinline__ uint32_t group_max(uint32_t x, int lanes) {
-  for (int offset = min(lanes, 32) / 2; offset > 0; offset /= 2)
-    x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  for (int offset = min(lanes, 32) / 2; offset > 0; offset /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
   if (lanes > 32) {
     FASTAMP_SHARED(uint32_t, largest, StreamPolicy::kWarps);
     __syncthreads();  // an earlier call may still be reading `largest`

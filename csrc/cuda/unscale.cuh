@@ -241,8 +241,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads)
   if (!draw_last_ticket(output.ticket)) return;
 
   double total = 0;
-  for (int block = static_cast<int>(threadIdx.x); block < static_cast<int>(gridDim.x);
-       block += StreamPolicy::kThreads)
+  for (int block = static_cast<int>(threadIdx.x); block < static_cast<int>(gridDim.x); block += StreamPolicy::kThreads)
     total += __ldcg(&output.partials[block]);
   total = block_sum(total);
   if (threadIdx.x == 0) output.sum_of_squares[ref.index] = total;

@@ -28,9 +28,7 @@ class GradScaler(fastamp.grad_scaler.GradScaler, torch.cuda.amp.GradScaler):
         enabled: bool = True,
         **policies: Any,
     ) -> None:
-        super().__init__(
-            "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies
-        )
+        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
 def __getattr__(name: str) -> Any:

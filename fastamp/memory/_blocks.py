@@ -49,9 +49,7 @@ def _repeats(stack: nn.Module) -> bool:
     kinds = [type(member) for member in members]
     # A block has parts of its own: a Sequential of plain layers is one block, not a stack of them.
     compound = [member for member in members if next(member.children(), None) is not None]
-    return (
-        len(members) >= 2 and len(compound) == len(members) and len(set(kinds)) <= max(1, len(members) // 2)
-    )
+    return len(members) >= 2 and len(compound) == len(members) and len(set(kinds)) <= max(1, len(members) // 2)
 
 
 def chosen_blocks(model: nn.Module, what: Any, argument: str) -> list[str]:

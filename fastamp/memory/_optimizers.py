@@ -37,9 +37,7 @@ def check(spec: Any) -> None:
     """Raises TypeError or ValueError for what is no optimizer."""
     if isinstance(spec, str):
         if spec.lower() not in NAMES:
-            raise ValueError(
-                f"optimizer must be one of torch.optim ({', '.join(sorted(NAMES))}), got {spec!r}"
-            )
+            raise ValueError(f"optimizer must be one of torch.optim ({', '.join(sorted(NAMES))}), got {spec!r}")
     elif spec is not None and not callable(spec) and not isinstance(unwrapped(spec), torch.optim.Optimizer):
         raise TypeError(
             "optimizer must be an optimizer, its class, a callable that takes the parameters, or a name such "
@@ -76,9 +74,7 @@ def build(spec: Any, parameters: dict[int, nn.Parameter], foreach: bool) -> torc
             trained = [p for p in trained if p.ndim == 2]
         optimizer = kind(trained)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer: calling {name_of(spec)} gave {type(optimizer).__name__}, not an optimizer"
-            )
+            raise TypeError(f"optimizer: calling {name_of(spec)} gave {type(optimizer).__name__}, not an optimizer")
     for group in optimizer.param_groups:
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
@@ -152,9 +148,7 @@ def state_after_one_step(optimizer: torch.optim.Optimizer) -> int | None:
                     return None
                 try:
                     with _disable_current_modes():  # real tensors, whatever simulates around this
-                        cost[key] = _one_step(
-                            optimizer, group, nn.Parameter(torch.zeros(key[0], dtype=key[1]))
-                        )
+                        cost[key] = _one_step(optimizer, group, nn.Parameter(torch.zeros(key[0], dtype=key[1])))
                 except Exception:  # whatever a stranger's optimizer raises on a CPU parameter
                     return None
             total += cost[key]

@@ -31,9 +31,7 @@ def draw(report: MemoryReport, path: str | Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure  # not pyplot: no window system, no global state
     except ImportError as error:
-        raise ImportError(
-            'plot needs matplotlib; get it with: python -m pip install "fastamp[demo]"'
-        ) from error
+        raise ImportError('plot needs matplotlib; get it with: python -m pip install "fastamp[demo]"') from error
     style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
         figure = Figure(figsize=(13, 5), dpi=150, facecolor="white", layout="constrained")
@@ -49,8 +47,7 @@ def _draw_timeline(axes: Any, report: MemoryReport, divisor: int, unit: str) -> 
     measured = report.source == "measured"
     first = report.timeline[0].seconds
     times = [
-        (sample.seconds - first) * 1e3 if measured else float(number)
-        for number, sample in enumerate(report.timeline)
+        (sample.seconds - first) * 1e3 if measured else float(number) for number, sample in enumerate(report.timeline)
     ]
     times.append(times[-1] + max(times[-1] / 200, 1e-3))  # the last state has a width too
     columns = list(zip(*(sample.bytes for sample in report.timeline), strict=True))
@@ -74,15 +71,11 @@ def _draw_timeline(axes: Any, report: MemoryReport, divisor: int, unit: str) -> 
     peak = max(range(len(report.timeline)), key=lambda n: sum(report.timeline[n].bytes))
     height = report.peak.bytes / divisor
     axes.set(xlim=(times[0], times[-1]), ylim=(0, height * 1.28), ylabel=f"bytes alive ({unit})")
-    axes.set_xlabel(
-        "time (ms, slowed by recording)" if measured else "allocations and frees, in the order of the step"
-    )
+    axes.set_xlabel("time (ms, slowed by recording)" if measured else "allocations and frees, in the order of the step")
     _draw_phases(axes, report, times, height)
     reserved = report.measured.get("peak reserved")
     if reserved:
-        axes.axhline(
-            reserved / divisor, color="black", linewidth=1, linestyle="--", label="reserved (device)"
-        )
+        axes.axhline(reserved / divisor, color="black", linewidth=1, linestyle="--", label="reserved (device)")
     on_the_right = times[peak] > (times[0] + times[-1]) / 2
     axes.annotate(
         f"peak {format_bytes(report.peak.bytes)}: {report.peak.phase}"
@@ -95,9 +88,7 @@ def _draw_timeline(axes: Any, report: MemoryReport, divisor: int, unit: str) -> 
         arrowprops={"arrowstyle": "-|>", "color": "black", "shrinkB": 1},
     )
     axes.set_title(f"Memory over time, {report.source}", loc="left", pad=22)
-    axes.legend(
-        frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=9, handlelength=1.2
-    )
+    axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=9, handlelength=1.2)
 
 
 def _draw_phases(axes: Any, report: MemoryReport, times: list[float], height: float) -> None:

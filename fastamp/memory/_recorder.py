@@ -85,9 +85,7 @@ class Recorder(MemTracker):
     Costs one Python call for each operator (tens of microseconds) and holds no tensor alive.
     """
 
-    def __init__(
-        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
         self.trace = Trace()
         self.phase = "forward"
@@ -132,13 +130,9 @@ class Recorder(MemTracker):
             block.module = name.rpartition(".")[0]
 
     def _knows(self, tensor: Tensor) -> bool:
-        return all(
-            storage in self._WINFO for part in _strided(tensor) for storage in get_untyped_storages(part)
-        )
+        return all(storage in self._WINFO for part in _strided(tensor) for storage in get_untyped_storages(part))
 
-    def _update_and_maybe_create_winfos(
-        self, t: Tensor, reftype: Any, update_existing: bool = False
-    ) -> set[Any]:
+    def _update_and_maybe_create_winfos(self, t: Tensor, reftype: Any, update_existing: bool = False) -> set[Any]:
         winfos: set[Any] = set()
         for part in _strided(t):
             winfos |= super()._update_and_maybe_create_winfos(part, reftype, update_existing)
@@ -185,9 +179,7 @@ class Recorder(MemTracker):
 
     # --- what changes hands ---
 
-    def _track_module_params_and_buffers(
-        self, module: nn.Module, install_grad_hooks: bool = True
-    ) -> tuple[int, int]:
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         """Unlike torch's, lets frozen parameters be, and calls a gradient what `.grad` holds, not what flows
 
         there.
@@ -195,11 +187,7 @@ class Recorder(MemTracker):
         for parameter in module.parameters():
             if not self._knows(parameter):
                 self._name_blocks(parameter, _Ref.PARAM, "")
-            if (
-                install_grad_hooks
-                and parameter.requires_grad
-                and parameter not in self._param_to_grad_hook_handles
-            ):
+            if install_grad_hooks and parameter.requires_grad and parameter not in self._param_to_grad_hook_handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_hook)
                 self._param_to_grad_hook_handles[parameter] = (handle, handle)
         for buffer in module.buffers():

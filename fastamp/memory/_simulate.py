@@ -75,9 +75,7 @@ class FakeModel:
         self._random = random.getstate(), torch.get_rng_state(), _numpy_state()
         try:
             for module in self.model.modules():
-                containers = [
-                    (value, _copy(value)) for value in module.__dict__.values() if type(value) in _CONTAINERS
-                ]
+                containers = [(value, _copy(value)) for value in module.__dict__.values() if type(value) in _CONTAINERS]
                 self._saved.append((module, dict(module.__dict__), containers))
             for module in self.model.modules():
                 for name, parameter in module._parameters.items():
@@ -133,9 +131,7 @@ class FakeModel:
                     "measure the model with fastamp.memory.track instead",
                     name.rpartition(".")[0],
                 )
-            trained = self.trains(name, parameter) and (
-                parameter.is_floating_point() or parameter.is_complex()
-            )
+            trained = self.trains(name, parameter) and (parameter.is_floating_point() or parameter.is_complex())
             self.parameters[id(parameter)] = nn.Parameter(self.fake(parameter), requires_grad=trained)
         return self.parameters[id(parameter)]
 

@@ -31,9 +31,7 @@ def parse_bytes(value: int | float | str, name: str = "budget") -> int:
     `name`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(
-            f'{name} must be a number of bytes or a size such as "10GB", got {type(value).__name__}'
-        )
+        raise TypeError(f'{name} must be a number of bytes or a size such as "10GB", got {type(value).__name__}')
     if isinstance(value, str):
         match = _SPELLING.match(value)
         unit = match[2].lower() if match else ""
@@ -42,13 +40,8 @@ def parse_bytes(value: int | float | str, name: str = "budget") -> int:
         if letter == "b" and not rest:
             letter = ""
         if match is None or letter not in _POWERS or rest not in ("", "b", "ib"):
-            raise ValueError(
-                f'{name} must be a size such as "10GB", "512 MiB" or a number of bytes, got {value!r}'
-            )
-        number = (
-            float(match[1].replace("_", "").replace(",", ""))
-            * (1000 if rest == "b" else 1024) ** _POWERS[letter]
-        )
+            raise ValueError(f'{name} must be a size such as "10GB", "512 MiB" or a number of bytes, got {value!r}')
+        number = float(match[1].replace("_", "").replace(",", "")) * (1000 if rest == "b" else 1024) ** _POWERS[letter]
     else:
         number = float(value)
     if not math.isfinite(number) or number < 1:

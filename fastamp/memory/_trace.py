@@ -141,13 +141,10 @@ class Trace:
         gone = {id(block) for block in made if block.died is not None and block.died < stop}
         moved = {id(block) for block in states}
         front = [
-            Event("alloc", b, b.bytes, "optimizer states", "before", b.module, "optimizer state", 0.0)
-            for b in states
+            Event("alloc", b, b.bytes, "optimizer states", "before", b.module, "optimizer state", 0.0) for b in states
         ]
         rest = [e for e in self.events if id(e.block) not in gone | moved]
-        kept_before = [
-            sum(id(e.block) not in gone | moved for e in self.events[:n]) for n in self.backward_starts
-        ]
+        kept_before = [sum(id(e.block) not in gone | moved for e in self.events[:n]) for n in self.backward_starts]
         later = Trace(front + rest, [len(front) + count for count in kept_before])
         for number, event in enumerate(later.events):
             if event.action == "alloc":

@@ -115,9 +115,7 @@ class Setting:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if isinstance(accumulation, bool) or not isinstance(accumulation, int):
-            raise TypeError(
-                f"accumulation must be a number of micro-batches, got {type(accumulation).__name__}"
-            )
+            raise TypeError(f"accumulation must be a number of micro-batches, got {type(accumulation).__name__}")
         if accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {accumulation}")
         if loss is not None and not callable(loss):
@@ -236,9 +234,7 @@ class Setting:
 
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-            raise NotTraceable(
-                f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake)."
-            )
+            raise NotTraceable(f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake).")
         model = copy.deepcopy(self.model)
         if self.precision.parameters is not None:
             model.to(self.precision.parameters)
@@ -295,9 +291,7 @@ _fake_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 def _peak(trace: Trace, stop: int) -> int:
     device = trace.main_device()
-    return max(
-        (sum(now.values()) for number, now in enumerate(trace.totals(device)) if number < stop), default=0
-    )
+    return max((sum(now.values()) for number, now in enumerate(trace.totals(device)) if number < stop), default=0)
 
 
 def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
@@ -331,11 +325,7 @@ class _explained:
             if isinstance(owner, nn.Module) and id(owner) in self.names:
                 name, made = self.names[id(owner)], type(owner).__name__
         where = (
-            f"module {name!r} ({made})"
-            if name
-            else f"the model ({made})"
-            if made
-            else "the step outside any module"
+            f"module {name!r} ({made})" if name else f"the model ({made})" if made else "the step outside any module"
         )
         raise NotTraceable(f"{where} cannot run on fake tensors: {_reason(problem)}", name) from problem
 
@@ -364,11 +354,7 @@ def describe_parameters(model: nn.Module, mode: str, precision: Precision) -> tu
     found = Parameters()
     trained: list[nn.Parameter] = []
     for parameter in model.parameters():
-        dtype = (
-            precision.parameters
-            if precision.parameters and parameter.is_floating_point()
-            else parameter.dtype
-        )
+        dtype = precision.parameters if precision.parameters and parameter.is_floating_point() else parameter.dtype
         size = parameter.numel() * dtype.itemsize
         found.bytes += size
         found.count += parameter.numel()
@@ -381,9 +367,7 @@ def describe_parameters(model: nn.Module, mode: str, precision: Precision) -> tu
     if found.trainable_count == found.count:
         return found, f"Full training: all {found.count:,} parameters."
     found.adapter_rank = adapter_rank(trained)
-    share = (
-        f"{found.trainable_count:,} of {found.count:,} parameters ({found.trainable_count / found.count:.2%})"
-    )
+    share = f"{found.trainable_count:,} of {found.count:,} parameters ({found.trainable_count / found.count:.2%})"
     if found.adapter_rank is not None:
         return (
             found,

@@ -145,9 +145,7 @@ class MemoryReport:
 
         first.
         """
-        return _summed(
-            (".".join(name.split(".")[:depth]), size) for name, size in self.activations_by_module.items()
-        )
+        return _summed((".".join(name.split(".")[:depth]), size) for name, size in self.activations_by_module.items())
 
     # --- writing it ---
 
@@ -181,9 +179,7 @@ class MemoryReport:
 
     def _lines(self) -> Iterable[str]:
         yield (
-            f"Memory of one step, {self.source}: {self.title}"
-            if self.title
-            else f"Memory of one step, {self.source}"
+            f"Memory of one step, {self.source}: {self.title}" if self.title else f"Memory of one step, {self.source}"
         )
         if self.regime:
             yield self.regime
@@ -279,9 +275,7 @@ def fill(report: MemoryReport, trace: Trace, samples: int = 2000) -> MemoryRepor
     )
     # What forward leaves for backward is read at the moment backward begins: the maximum of the timeline
     # could count tensors that a loss keeps alive only for a while.
-    held = [
-        (b, size) for b, category, size in trace.alive(waiting_number, device) if category == "activations"
-    ]
+    held = [(b, size) for b, category, size in trace.alive(waiting_number, device) if category == "activations"]
     report.whole["activations"] = sum(size for _, size in held)
     report.activations_by_module = _summed((block.module, size) for block, size in held)
     report.activations_by_kind = _summed((kind_of(block.op), size) for block, size in held)

@@ -16,9 +16,7 @@ from fastamp.memory._step import precision_of
 from fastamp.memory.report import MemoryReport, fill
 
 
-def track(
-    model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_every: float | None = 0.002
-) -> Tracking:
+def track(model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_every: float | None = 0.002) -> Tracking:
     """`with track(model, optimizer) as report:` records the memory of the steps inside.
 
     The report is filled when the block ends, also when it ends with an exception. Everything is counted that
@@ -54,9 +52,7 @@ class Tracking:
             raise TypeError(f"track: model must be an nn.Module, got {type(model).__name__}")
         optimizer = _optimizers.unwrapped(optimizer)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"track: optimizer must be a torch optimizer or None, got {type(optimizer).__name__}"
-            )
+            raise TypeError(f"track: optimizer must be a torch optimizer or None, got {type(optimizer).__name__}")
         self.model = model
         self.optimizer = optimizer
         self.inputs = inputs

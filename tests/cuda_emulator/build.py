@@ -148,9 +148,7 @@ def _run(command: Sequence[str]) -> None:
 
 @functools.cache
 def _compiler_version() -> str:
-    return subprocess.run(
-        [*compiler().split(), "--version"], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run([*compiler().split(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
@@ -236,17 +234,13 @@ def build_library(
         command += includes
         if torch and source.suffix == ".cpp" and source.parent.name == "csrc":
             command += torch_includes
-        key = _digest(
-            common_key, [part.replace(str(root), ".") for part in command], _source_key(source, root)
-        )
+        key = _digest(common_key, [part.replace(str(root), ".") for part in command], _source_key(source, root))
         target = CACHE / "objects" / f"{source.stem}-{key}.o"
         objects.append(target)
         if not target.exists():
             command += ["-x", "c++", "-c", str(source), "-o"]
             tasks.append(functools.partial(_run_to_file, command, target))
-    library = (
-        CACHE / f"{name}-{kind}-{_digest([path.name for path in objects], sanitizer, torch_libraries)}.so"
-    )
+    library = CACHE / f"{name}-{kind}-{_digest([path.name for path in objects], sanitizer, torch_libraries)}.so"
     if library.exists():
         return library
     with _cache_lock():
@@ -342,9 +336,7 @@ def build(kind: str = "plain", *, ptx_arch: int | None = None, root: Path = ROOT
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", choices=KINDS, default="plain")
-    parser.add_argument(
-        "--ptx", type=int, metavar="ARCH", help="run nvcc's PTX for this architecture: 75, 90, ..."
-    )
+    parser.add_argument("--ptx", type=int, metavar="ARCH", help="run nvcc's PTX for this architecture: 75, 90, ...")
     parser.add_argument("-o", "--output", type=Path, help="copy the library here")
     arguments = parser.parse_args()
     library = build(arguments.kind, ptx_arch=arguments.ptx)

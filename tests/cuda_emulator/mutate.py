@@ -64,9 +64,7 @@ def mutated(text: str, mutant: Mutant) -> str:
     """The text with the bug in it; raises ValueError unless the search text occurs exactly once."""
     count = text.count(mutant.search)
     if count != 1:
-        raise ValueError(
-            f"mutant {mutant.name}: its search text occurs {count} times in {mutant.file}, not once"
-        )
+        raise ValueError(f"mutant {mutant.name}: its search text occurs {count} times in {mutant.file}, not once")
     return text.replace(mutant.search, mutant.replace)
 
 

@@ -375,9 +375,7 @@ class Translator:
             self.output.append(f"const u32 shared_{variable} = ptx::shared_offset({where});")
         self.output += entry.lines
         self.output.append("}")
-        self.output.append(
-            f'const ptx::Registration registration_{entry.name}("{entry.name}", entry_{entry.name});'
-        )
+        self.output.append(f'const ptx::Registration registration_{entry.name}("{entry.name}", entry_{entry.name});')
         self.entry = Entry("")
 
     def entry_statement(self, statement: str) -> None:
@@ -439,8 +437,7 @@ def mov(t: Translator, i: Instruction) -> str:
         bits = bits_of(i.type) // len(parts)
         whole = variable_type(i.type)
         terms = [
-            f"static_cast<{whole}>({t.read(part, f'b{bits}')}) << {index * bits}"
-            for index, part in enumerate(parts)
+            f"static_cast<{whole}>({t.read(part, f'b{bits}')}) << {index * bits}" for index, part in enumerate(parts)
         ]
         return t.write(target, f"static_cast<{whole}>({' | '.join(terms)})")
     return t.write(target, t.read(source, i.type))
@@ -477,9 +474,7 @@ def load(t: Translator, i: Instruction) -> str:
     targets = split_operands(i.operands[0].strip("{} ")) if count > 1 else [i.operands[0]]
     if len(targets) != count:
         raise t.error(i.text)
-    loaded = (
-        f"const auto loaded = ptx::load<{t.cpp_type(i.type)}, {count}>({t.address(i.operands[1], space)});"
-    )
+    loaded = f"const auto loaded = ptx::load<{t.cpp_type(i.type)}, {count}>({t.address(i.operands[1], space)});"
     stores = [t.write(name, f"loaded.v[{index}]") for index, name in enumerate(targets) if name != "_"]
     return " ".join([loaded, *stores])
 
@@ -619,9 +614,7 @@ def bitwise(t: Translator, i: Instruction) -> str:
         operator = {"and": "&&", "or": "||", "xor": "!="}[i.opcode]
         return t.write(i.operands[0], f"({t.value(i, 1)}) {operator} ({t.value(i, 2)})")
     operator = {"and": "&", "or": "|", "xor": "^"}[i.opcode]
-    return t.write(
-        i.operands[0], f"static_cast<{t.cpp_type(i.type)}>({t.value(i, 1)} {operator} {t.value(i, 2)})"
-    )
+    return t.write(i.operands[0], f"static_cast<{t.cpp_type(i.type)}>({t.value(i, 1)} {operator} {t.value(i, 2)})")
 
 
 @instruction("not")
@@ -777,9 +770,7 @@ def packed_conversion(t: Translator, i: Instruction, target: str, modifiers: set
     return None
 
 
-@instruction(
-    "cvt", modifiers=" ".join(["rn rz rm rp rni rzi rmi rpi sat satfinite", *VALUE_TYPES, *PACKED_FP8])
-)
+@instruction("cvt", modifiers=" ".join(["rn rz rm rp rni rzi rmi rpi sat satfinite", *VALUE_TYPES, *PACKED_FP8]))
 def cvt(t: Translator, i: Instruction) -> str:
     target = next(m for m in reversed(i.modifiers) if m in VALUE_TYPES or m in PACKED_FP8)
     modifiers = set(i.modifiers) - {target}
@@ -847,9 +838,7 @@ def atomic(t: Translator, i: Instruction) -> str:
     statements = [f"const {cpp} operand = {t.value(i, first + 1)};"]
     if operation == "cas":
         statements.append(f"const {cpp} replacement = {t.value(i, first + 2)};")
-    result = (
-        f"ptx::atomic<{cpp}>({t.address(i.operands[first], space)}, [=]({cpp} old) {{ return {update}; }})"
-    )
+    result = f"ptx::atomic<{cpp}>({t.address(i.operands[first], space)}, [=]({cpp} old) {{ return {update}; }})"
     statements.append(t.write(i.operands[0], result) if i.opcode == "atom" else f"{result};")
     return " ".join(statements)
 
@@ -873,9 +862,7 @@ def barrier(t: Translator, i: Instruction) -> str:
         result = f"cuda_emulator::BarrierResult::{votes[vote]}"
         predicate = t.read(i.operands[2], "pred")
         votes_cast = f"cuda_emulator::block_barrier({predicate}, {result}, {site})"
-        return t.write(
-            i.operands[0], f"{votes_cast} != 0" if i.type == "pred" else f"static_cast<u32>({votes_cast})"
-        )
+        return t.write(i.operands[0], f"{votes_cast} != 0" if i.type == "pred" else f"static_cast<u32>({votes_cast})")
     raise t.error(i.text)
 
 

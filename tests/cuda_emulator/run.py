@@ -103,9 +103,7 @@ def run_layer(
     command += ["--capture=sys"]  # a sanitizer ends the process: its report must not be in pytest's hands
     command += [*op_tests(), *pytest_arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=build.ROOT, timeout=timeout
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=build.ROOT, timeout=timeout)
         output, status = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as expired:
         output, status = f"{expired.stdout or ''}\nE  no end after {timeout:.0f} s", 1

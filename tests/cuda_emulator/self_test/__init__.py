@@ -37,9 +37,7 @@ class SelfTest:
         """Runs a case and returns what the launch threw, or ""."""
         return self._run(case.encode(), source.ctypes.data, target.ctypes.data, n, stream).decode()
 
-    def run(
-        self, case: str, source: np.ndarray, target: np.ndarray, n: int = 0, stream: int = 0
-    ) -> np.ndarray:
+    def run(self, case: str, source: np.ndarray, target: np.ndarray, n: int = 0, stream: int = 0) -> np.ndarray:
         """Runs a case that must succeed and returns the target."""
         error = self.error(case, source, target, n, stream)
         assert error == ""
