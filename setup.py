@@ -121,7 +121,7 @@ def extensions() -> list[Extension]:
     # As system headers, so that torch's own warnings do not hide ours.
     system = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     # -ffp-contract=off: a*b+c is two roundings unless the source says fma, so that CPU and CUDA agree to the bit.
-    cxx = ["-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
+    cxx = ["-O3", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
     stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
     flags = {"cxx": ["-std=c++17", *cxx, *stable, *system]}
     ops_sources = [s for s in sources("csrc/*.cpp", "csrc/cpu/*.cpp") if s != "csrc/host.cpp"]
@@ -139,7 +139,7 @@ def extensions() -> list[Extension]:
             "-fmad=false",
             "-lineinfo",
             "-DUSE_CUDA",
-            "-Xcompiler=-Wall,-fvisibility=hidden",
+            "-Xcompiler=-Wall,-Wno-unknown-pragmas,-fvisibility=hidden",
             "--expt-relaxed-constexpr",
             *stable,
         ]
