@@ -31,7 +31,6 @@ ENVIRONMENT = {
 }
 
 has_transformers = importlib.util.find_spec("transformers") is not None
-has_accelerate = importlib.util.find_spec("accelerate") is not None
 
 
 def execute(*command: str, launcher: tuple[str, ...] = ("-m",), cwd: Path = ROOT, **kwargs):
@@ -192,45 +191,6 @@ if __name__ == "__main__":
     for rank in range(2):
         assert f"rank {rank} fastamp.patching 2.0 ['--option']" in result.stdout
     assert result.stdout.count("scaler: 1 steps, 0 skipped") == 2
-
-
-# ---- launchers ---------------------------------------------------------------------------------------------
-
-DISTRIBUTED = """
-import os, torch
-import torch.distributed as dist
-from torch.amp import GradScaler
-
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cpu")
-for step in range(3):
-    optimizer.zero_grad()
-    loss = model(torch.full((2, 4), float(dist.get_rank()))).sum() * (float("inf") if step == 1 else 1.0)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-print("scale", scaler.get_scale(), "of", GradScaler.__module__, flush=True)
-dist.destroy_process_group()
-"""
-LAUNCHERS = {
-    "torchrun": "-m torch.distributed.run --nproc-per-node 2 --master-port 0 -m",
-    "accelerate launch": "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 "
-    "--mixed_precision no --dynamo_backend no --main_process_port 0 -m",
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_works_under(launcher, tmp_path):
-    if launcher == "accelerate launch" and not has_accelerate:
-        pytest.skip("accelerate is not installed")
-    script = tmp_path / "train.py"
-    script.write_text(DISTRIBUTED)
-    result = execute("--report", str(script), launcher=tuple(LAUNCHERS[launcher].split()))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("scale 32768.0 of fastamp.patching") == 2
-    assert result.stdout.count("scaler: 3 steps, 1 skipped") == 1
 
 
 # ---- the command line --------------------------------------------------------------------------------------
