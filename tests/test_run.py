@@ -31,6 +31,7 @@ ENVIRONMENT = {
 }
 
 has_transformers = importlib.util.find_spec("transformers") is not None
+has_accelerate = importlib.util.find_spec("accelerate") is not None
 
 
 def execute(*command: str, launcher: tuple[str, ...] = ("-m",), cwd: Path = ROOT, **kwargs):
