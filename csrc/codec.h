@@ -144,7 +144,7 @@ FASTAMP_HD BlockScale block_scale(uint32_t abs_amax, bool marked) {
   if (reach > kLargestFloat) scale = float_of_bits(float_bits(scale) - 1);
   BlockScale result;
   result.stored = marked ? -scale : scale;
-  result.widen = scale < 0x1p-100f ? 0x1p64f : 1.0f;
+  result.widen = scale < 0x1p-100f && scale > 0.0f ? 0x1p64f : 1.0f;
   result.inverse = scale > 0.0f ? 1.0f / (scale * result.widen) : 0.0f;
   result.top = top;
   return result;

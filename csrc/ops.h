@@ -35,6 +35,12 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> quantize_blockwise_stat
 torch::stable::Tensor dequantize_blockwise(torch::stable::Tensor payload, torch::stable::Tensor scales,
                                            std::vector<int64_t> shape, torch::headeronly::ScalarType dtype,
                                            std::optional<torch::stable::Tensor> base);
+void quantize_blockwise_out(torch::stable::Tensor x, std::string format, int64_t block_size, bool stochastic,
+                            std::optional<int64_t> seed, int64_t offset, std::optional<torch::stable::Tensor> base,
+                            torch::stable::Tensor payload, torch::stable::Tensor scales);
+void dequantize_blockwise_out(torch::stable::Tensor payload, torch::stable::Tensor scales, std::vector<int64_t> shape,
+                              torch::headeronly::ScalarType dtype, std::optional<torch::stable::Tensor> base,
+                              torch::stable::Tensor out);
 torch::stable::Tensor pack_bits(torch::stable::Tensor mask);
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> pack_scaled_mask(torch::stable::Tensor x);
 torch::stable::Tensor unpack_bits(torch::stable::Tensor payload, std::vector<int64_t> shape,

@@ -38,6 +38,12 @@ STABLE_TORCH_LIBRARY(FASTAMP_NAMESPACE, m) {
   m.def(
       "dequantize_blockwise(Tensor payload, Tensor scales, SymInt[] shape, ScalarType dtype, Tensor? base=None) "
       "-> Tensor");
+  m.def(
+      "quantize_blockwise.out(Tensor x, str format='int8', int block_size=128, bool stochastic=False, int? seed=None, "
+      "int offset=0, Tensor? base=None, *, Tensor(a!) payload, Tensor(b!) scales) -> ()");
+  m.def(
+      "dequantize_blockwise.out(Tensor payload, Tensor scales, SymInt[] shape, ScalarType dtype, Tensor? base=None, *, "
+      "Tensor(a!) out) -> ()");
   m.def("pack_bits(Tensor mask) -> Tensor");
   m.def("pack_scaled_mask(Tensor x) -> (Tensor, Tensor)");
   m.def("unpack_bits(Tensor payload, SymInt[] shape, Tensor? value=None) -> Tensor");
@@ -57,6 +63,8 @@ void register_kernels(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize_blockwise", TORCH_BOX(&fastamp::quantize_blockwise));
   m.impl("quantize_blockwise_stats_", TORCH_BOX(&fastamp::quantize_blockwise_stats));
   m.impl("dequantize_blockwise", TORCH_BOX(&fastamp::dequantize_blockwise));
+  m.impl("quantize_blockwise.out", TORCH_BOX(&fastamp::quantize_blockwise_out));
+  m.impl("dequantize_blockwise.out", TORCH_BOX(&fastamp::dequantize_blockwise_out));
   m.impl("pack_bits", TORCH_BOX(&fastamp::pack_bits));
   m.impl("pack_scaled_mask", TORCH_BOX(&fastamp::pack_scaled_mask));
   m.impl("unpack_bits", TORCH_BOX(&fastamp::unpack_bits));

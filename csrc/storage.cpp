@@ -1,8 +1,12 @@
-// fastamp::quantize_blockwise, quantize_blockwise_stats_, dequantize_blockwise, pack_bits, pack_scaled_mask,
-// unpack_bits: checks and the call of the launcher.
+// fastamp::quantize_blockwise and dequantize_blockwise, each with a form that writes into given memory,
+// quantize_blockwise_stats_, pack_bits, pack_scaled_mask, unpack_bits: checks and the call of the launcher.
 #include "storage.h"
 
-#include <limits>
+#include <algorithm>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "ops.h"
 #include "tensor_list.h"
@@ -72,6 +76,42 @@ Flat read_base(const char* op, const Tensor& base, int32_t dtype, const int64_t*
   return Flat(op, "base", base);
 }
 
+// Large CPU allocations are fresh memory, of which each small page costs a fault when it is first written: more than
+// the kernels themselves. Where the system leaves the choice to programs (transparent_hugepage/enabled: madvise), the
+// result is given large pages.
+void prefer_huge_pages([[maybe_unused]] const Tensor& fresh, [[maybe_unused]] const Device& device,
+                       [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr int64_t kLargestHeapChunk = int64_t{32} << 20;  // glibc maps what is larger, always
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  if (device.cuda || bytes < kLargestHeapChunk) return;
+  const auto begin = reinterpret_cast<uintptr_t>(fresh.data_ptr());
+  const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  const uintptr_t last = (begin + static_cast<uintptr_t>(bytes)) & ~(kHugePage - 1);
+  // A hint: a refusal changes nothing.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+// Memory for a result: the caller's, where it is given and fits, else new.
+Tensor result(const char* op, const char* name, const Tensor* given, const Tensor& like, const Device& device,
+              const int64_t* sizes, size_t dim, ScalarType dtype) {
+  if (!given) {
+    Tensor fresh = torch::stable::new_empty(like, {sizes, dim}, dtype);
+    const TensorInfo info = read_tensor(fresh.get());
+    prefer_huge_pages(fresh, device, info.numel * fresh.element_size());
+    return fresh;
+  }
+  const TensorInfo info = read_tensor(given->get());
+  bool fits = info.strided_layout && info.dim == static_cast<int64_t>(dim) && is_contiguous(info);
+  for (size_t d = 0; fits && d < dim; ++d) fits = info.sizes[d] == sizes[d];
+  const auto wanted = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  FASTAMP_CHECK(fits && info.dtype == wanted, op, ": ", name, " must be contiguous, of the result's shape and ",
+                dtype_name(wanted), ", got ", info.numel, " elements of ", dtype_name(info.dtype));
+  check_device(op, name, info, "the input", device);
+  return *given;
+}
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t numel_of(const char* op, const std::vector<int64_t>& shape) {
@@ -83,9 +123,14 @@ int64_t numel_of(const char* op, const std::vector<int64_t>& shape) {
   return numel;
 }
 
-std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tensor* found_inf, const Tensor* amax,
-                                    const std::string& format, int64_t block_size, bool stochastic,
-                                    std::optional<int64_t> seed, int64_t offset, const std::optional<Tensor>& base) {
+// What a caller may bring along: null where it does not.
+struct Given {
+  const Tensor *found_inf = nullptr, *amax = nullptr, *payload = nullptr, *scales = nullptr;
+};
+
+std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Given& by_caller, const std::string& format,
+                                    int64_t block_size, bool stochastic, std::optional<int64_t> seed, int64_t offset,
+                                    const std::optional<Tensor>& base) {
   const TensorInfo given = read_tensor(x.get());
   Quantize args{};
   args.dtype = codec_dtype(op, "x", given.dtype);
@@ -98,9 +143,11 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
                 block_size);
   FASTAMP_CHECK(!stochastic || seed, op, ": stochastic rounding needs a seed");
   FASTAMP_CHECK(offset >= 0, op, ": offset must not be negative, got ", offset);
-  if (found_inf)
-    args.found_inf = static_cast<float*>(read_float_scalar(op, "found_inf", *found_inf, &given.device).data);
-  if (amax) args.amax = static_cast<float*>(read_float_scalar(op, "amax", *amax, &given.device).data);
+  auto scalar_data = [&](const char* name, const Tensor* scalar) {
+    return scalar ? static_cast<float*>(read_float_scalar(op, name, *scalar, &given.device).data) : nullptr;
+  };
+  args.found_inf = scalar_data("found_inf", by_caller.found_inf);
+  args.amax = scalar_data("amax", by_caller.amax);
   std::optional<Flat> flat_base;
   if (base) flat_base = read_base(op, *base, given.dtype, given.sizes, given.dim, given.device, "x");
   const Flat flat(op, "x", x);
@@ -114,8 +161,9 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
   args.seed = static_cast<uint64_t>(seed.value_or(0));
   args.offset = static_cast<uint64_t>(offset);
   const Backend backend(op, given.device);
-  Tensor payload = empty_on(x, payload_bytes(args.format, args.numel), entry->payload);
-  Tensor scales = empty_on(x, ceil_div(args.numel, block_size), ScalarType::Float);
+  const int64_t bytes = payload_bytes(args.format, args.numel), blocks = ceil_div(args.numel, block_size);
+  Tensor payload = result(op, "out[0]", by_caller.payload, x, given.device, &bytes, 1, entry->payload);
+  Tensor scales = result(op, "out[1]", by_caller.scales, x, given.device, &blocks, 1, ScalarType::Float);
   args.payload = static_cast<uint8_t*>(payload.data_ptr());
   args.scales = static_cast<float*>(scales.data_ptr());
   if (args.numel) backend->quantize(args, backend.stream());
@@ -126,18 +174,27 @@ std::tuple<Tensor, Tensor> quantize(const char* op, const Tensor& x, const Tenso
 
 std::tuple<Tensor, Tensor> quantize_blockwise(Tensor x, std::string format, int64_t block_size, bool stochastic,
                                               std::optional<int64_t> seed, int64_t offset, std::optional<Tensor> base) {
-  return quantize("quantize_blockwise", x, nullptr, nullptr, format, block_size, stochastic, seed, offset, base);
+  return quantize("quantize_blockwise", x, {}, format, block_size, stochastic, seed, offset, base);
 }
 
 std::tuple<Tensor, Tensor> quantize_blockwise_stats(Tensor x, Tensor found_inf, Tensor amax, std::string format,
                                                     int64_t block_size, bool stochastic, std::optional<int64_t> seed,
                                                     int64_t offset, std::optional<Tensor> base) {
-  return quantize("quantize_blockwise_stats_", x, &found_inf, &amax, format, block_size, stochastic, seed, offset,
+  return quantize("quantize_blockwise_stats_", x, {&found_inf, &amax}, format, block_size, stochastic, seed, offset,
                   base);
 }
 
-Tensor dequantize_blockwise(Tensor payload, Tensor scales, std::vector<int64_t> shape, ScalarType dtype,
-                            std::optional<Tensor> base) {
+void quantize_blockwise_out(Tensor x, std::string format, int64_t block_size, bool stochastic,
+                            std::optional<int64_t> seed, int64_t offset, std::optional<Tensor> base, Tensor payload,
+                            Tensor scales) {
+  quantize("quantize_blockwise", x, {nullptr, nullptr, &payload, &scales}, format, block_size, stochastic, seed, offset,
+           base);
+}
+
+namespace {
+
+Tensor dequantize(const Tensor& payload, const Tensor& scales, const std::vector<int64_t>& shape, ScalarType dtype,
+                  const std::optional<Tensor>& base, const Tensor* given) {
   const char* op = "dequantize_blockwise";
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   Dequantize args{};
@@ -174,10 +231,22 @@ Tensor dequantize_blockwise(Tensor payload, Tensor scales, std::vector<int64_t> 
   args.scales = static_cast<const float*>(flat_scales.info.data);
   args.base = flat_base ? flat_base->info.data : nullptr;
   const Backend backend(op, codes.device);
-  Tensor out = torch::stable::new_empty(payload, {shape.data(), shape.size()}, dtype);
+  Tensor out = result(op, "out", given, payload, codes.device, shape.data(), shape.size(), dtype);
   args.out = out.data_ptr();
   if (args.numel) backend->dequantize(args, backend.stream());
   return out;
+}
+
+}  // namespace
+
+Tensor dequantize_blockwise(Tensor payload, Tensor scales, std::vector<int64_t> shape, ScalarType dtype,
+                            std::optional<Tensor> base) {
+  return dequantize(payload, scales, shape, dtype, base, nullptr);
+}
+
+void dequantize_blockwise_out(Tensor payload, Tensor scales, std::vector<int64_t> shape, ScalarType dtype,
+                              std::optional<Tensor> base, Tensor out) {
+  dequantize(payload, scales, shape, dtype, base, &out);
 }
 
 Tensor pack_bits(Tensor mask) {

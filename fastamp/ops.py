@@ -213,6 +213,7 @@ def quantize_blockwise(
     seed: int | None = None,
     offset: int = 0,
     base: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes a tensor at 8 or 4 bits an element, with one scale for each block of consecutive elements.
 
@@ -247,6 +248,8 @@ def quantize_blockwise(
             tensor's codes if a piece that starts at element i (a multiple of the block size) has `offset + i // 8`.
         base: a tensor like x. The difference x - base is coded instead (bounds are then relative to it), and
             `dequantize_blockwise` takes the same base. Non-finite elements of base count as 0.
+        out: a payload and scales to write into and return, contiguous, of the dtypes and shapes below; not memory of x
+            or base. New memory of many megabytes costs more than filling it: reuse is what a pool of buffers is for.
 
     Returns:
         (payload, scales): 1-D, of numel elements (int4: (numel + 1) // 2 bytes, element 2i in the low half of byte i)
@@ -254,11 +257,16 @@ def quantize_blockwise(
 
     Raises:
         RuntimeError: an x that is complex, integer, float64 or sparse, an unknown format, a block size that is not
-            supported, a negative offset, a base of another shape, dtype or device.
+            supported, a negative offset, a base of another shape, dtype or device, an out that does not fit.
     """
     if stochastic and seed is None:
         seed = next(_seeds)
-    return _ops.quantize_blockwise(x, format, block_size, stochastic, seed, offset, base)
+    if out is None:
+        return _ops.quantize_blockwise.default(x, format, block_size, stochastic, seed, offset, base)
+    payload, scales = out
+    _ops.quantize_blockwise.out(x, format, block_size, stochastic, seed, offset, base, payload=payload, scales=scales)
+    increment_version([payload, scales])
+    return out
 
 
 def quantize_blockwise_stats_(
@@ -288,7 +296,12 @@ def quantize_blockwise_stats_(
 
 
 def dequantize_blockwise(
-    payload: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, base: Tensor | None = None
+    payload: Tensor,
+    scales: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    base: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The tensor that `quantize_blockwise` coded, contiguous.
 
@@ -303,15 +316,21 @@ def dequantize_blockwise(
             rounded once to it.
         base: what was given to `quantize_blockwise`; added in float32, non-finite elements as 0, and the sum of a
             finite code is held within the dtype's finite range.
+        out: a contiguous tensor of that shape and dtype to write into and return; not memory of the payload or scales.
+            It may be base itself.
 
     Returns:
         A tensor that is not differentiable: gradients belong to what was coded.
 
     Raises:
         RuntimeError: a payload of a dtype that is no format's, payload or scales that do not fit the shape, a dtype
-            that is not supported, a base of another shape, dtype or device.
+            that is not supported, a base of another shape, dtype or device, an out that does not fit.
     """
-    return _ops.dequantize_blockwise(payload, scales, shape, dtype, base)
+    if out is None:
+        return _ops.dequantize_blockwise.default(payload, scales, shape, dtype, base)
+    _ops.dequantize_blockwise.out(payload, scales, shape, dtype, base, out=out)
+    increment_version(out)
+    return out
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -326,7 +345,7 @@ def pack_bits(mask: Tensor) -> Tensor:
     Raises:
         RuntimeError: a mask of another dtype.
     """
-    return _ops.pack_bits(mask)
+    return _ops.pack_bits.default(mask)
 
 
 def pack_scaled_mask(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,7 +365,7 @@ def pack_scaled_mask(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: an x of another dtype.
     """
-    return _ops.pack_scaled_mask(x)
+    return _ops.pack_scaled_mask.default(x)
 
 
 def unpack_bits(payload: Tensor, shape: Sequence[int], value: Tensor | None = None) -> Tensor:
@@ -363,7 +382,7 @@ def unpack_bits(payload: Tensor, shape: Sequence[int], value: Tensor | None = No
     Raises:
         RuntimeError: a payload of another dtype or that does not fit the shape, a value of another dtype or size.
     """
-    return _ops.unpack_bits(payload, shape, value)
+    return _ops.unpack_bits.default(payload, shape, value)
 
 
 # ---- fake kernels and autograd ----------------------------------------------------------------------------
@@ -429,8 +448,10 @@ torch.library.register_autograd("fastamp::scale_losses", _scale_losses_backward,
 # Nothing in storage is differentiable: autograd is passed by, and results require no gradient.
 _STORAGE_OPS = (
     "quantize_blockwise",
+    "quantize_blockwise.out",
     "quantize_blockwise_stats_",
     "dequantize_blockwise",
+    "dequantize_blockwise.out",
     "pack_bits",
     "pack_scaled_mask",
     "unpack_bits",
@@ -474,6 +495,12 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     _one_device(x, found_inf, amax, *args, *kwargs.values())
     return _fake_quantize(x, format, block_size)
+
+
+@_fake("fastamp::quantize_blockwise.out")
+@_fake("fastamp::dequantize_blockwise.out")
+def _(*args: object, **kwargs: object) -> None:
+    _one_device(*args, *kwargs.values())
 
 
 @_fake("fastamp::dequantize_blockwise")

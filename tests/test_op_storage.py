@@ -158,15 +158,15 @@ def test_extreme_scales(backend):
 @pytest.mark.parametrize("format", FORMATS)
 def test_error_is_bounded(backend, format, dtype, stochastic, rng):
     block_size = 64
-    x = wild_values(20000, dtype, rng)
+    x = torch.cat([wild_values(10000, dtype, rng), torch.randn(10000, generator=rng).to(dtype)])
     payload, scales = backend.ops.quantize_blockwise(x.to(backend.device), format, block_size, stochastic, 3)
     decoded = backend.ops.dequantize_blockwise(payload, scales, x.shape, dtype).cpu()
     before, after = decoded_finite(x, decoded)
     allowed = bound(x, scales.cpu(), format, block_size, dtype, 2 if stochastic else 1)[x.isfinite()]
     error = (after.double() - before.double()).abs()
     assert bool((error <= allowed).all())
-    # The bound is no idle one: it is reached to within a tenth somewhere.
-    assert bool((error >= 0.9 * allowed).any())
+    # The bound is no idle one: it is nearly reached somewhere. (Of a relative step, 1 / 1.125 is the most.)
+    assert bool((error >= 0.8 * allowed).any())
     # And the scale is amax / top.
     f = reference_storage.FORMATS[format]
     blocks = torch.nn.functional.pad(x.double(), (0, -x.numel() % block_size)).view(-1, block_size)
@@ -406,6 +406,77 @@ def test_difference_coding_does_not_accumulate_error(backend, rng):
         known = backend.ops.dequantize_blockwise(payload, scales, x.shape, x.dtype, known)
         assert bool(((known - x).abs() <= 0.5001 * scales.max() + 1e-6).all())
     assert scales.max() < 0.3 / 127
+
+
+# ---- memory of the caller's ---------------------------------------------------------------------------------
+
+
+def quantize_into(backend, out: tuple[Tensor, Tensor], *args) -> None:
+    """The emulated ops are torch's overloads themselves, whose out arguments have names of their own."""
+    if backend.name == "cuda-emulated":
+        backend.ops.quantize_blockwise(*args, payload=out[0], scales=out[1])
+    else:
+        assert backend.ops.quantize_blockwise(*args, out=out) is out
+
+
+def test_given_memory(backend, rng):
+    x = torch.randn(7, 211, generator=rng).to(backend.device)
+    for format in FORMATS:
+        expected = backend.ops.quantize_blockwise(x, format, 64)
+        out = tuple(torch.zeros_like(t) for t in expected)
+        # A slice of a larger buffer, at an odd place.
+        out = (Guarded(raw(out[0]), 3, backend.device).tensor.view(out[0].dtype), out[1])
+        quantize_into(backend, out, x, format, 64)
+        assert_same_codes(out, expected)
+        for dtype in DTYPES:
+            decoded = Guarded(torch.zeros(x.numel(), dtype=dtype), 1, backend.device).tensor.view(x.shape)
+            backend.ops.dequantize_blockwise(*expected, x.shape, dtype, out=decoded)
+            assert same_bits(decoded, backend.ops.dequantize_blockwise(*expected, x.shape, dtype))
+    base = torch.randn(7, 211, generator=rng).to(backend.device)
+    codes = backend.ops.quantize_blockwise(x, base=base)
+    expected = backend.ops.dequantize_blockwise(*codes, x.shape, x.dtype, base)
+    backend.ops.dequantize_blockwise(*codes, x.shape, x.dtype, base, out=base)
+    assert same_bits(base, expected)
+
+
+def test_given_memory_that_does_not_fit(backend):
+    x = torch.ones(300, device=backend.device)
+    payload, scales = backend.ops.quantize_blockwise(x)
+    bad = [(payload[1:], scales), (payload, scales[1:]), (payload.int(), scales), (payload, scales.double())]
+    bad += [(payload.expand(2, 300)[:, 0], scales), (torch.zeros(600, dtype=torch.int8, device=x.device)[::2], scales)]
+    for out in bad:
+        before = [t.clone() for t in out]
+        with pytest.raises(RuntimeError, match=r"quantize_blockwise: out\[[01]\] must be contiguous"):
+            quantize_into(backend, out, x)
+        assert all(same_bits(a, b) for a, b in zip(out, before, strict=True))
+    for out in (x[1:], x.half(), torch.ones(600, device=x.device)[::2], x.view(3, 100)):
+        with pytest.raises(RuntimeError, match="dequantize_blockwise: out must be contiguous"):
+            backend.ops.dequantize_blockwise(payload, scales, (300,), torch.float32, out=out)
+
+
+def test_writes_to_given_memory_are_counted():
+    x = torch.ones(300)
+    payload, scales = fastamp.ops.quantize_blockwise(x)
+    fastamp.ops.quantize_blockwise(x, out=(payload, scales))
+    fastamp.ops.dequantize_blockwise(payload, scales, x.shape, x.dtype, out=x)
+    assert (payload._version, scales._version, x._version) == (1, 1, 1)
+
+
+def test_large_results_are_those_of_their_parts(rng):
+    """Results that leave the caches are written another way."""
+    part = wild_values(1 << 20, torch.float32, rng)
+    x = part.repeat(9)
+    for format in ("int8", "fp8_e4m3"):
+        whole = fastamp.ops.quantize_blockwise(x, format)
+        assert_same_codes(tuple(t[: len(t) // 9] for t in whole), fastamp.ops.quantize_blockwise(part, format))
+        expected = fastamp.ops.dequantize_blockwise(*(t[: len(t) // 9] for t in whole), part.shape, x.dtype)
+        decoded = fastamp.ops.dequantize_blockwise(*whole, x.shape, x.dtype)
+        assert all(same_bits(chunk, expected) for chunk in decoded.chunk(9))
+        half = fastamp.ops.dequantize_blockwise(*(t.repeat(2) for t in whole), (2 * x.numel(),), torch.bfloat16)
+        assert all(same_bits(chunk, expected.bfloat16()) for chunk in half.chunk(18))
+        skewed = torch.empty(x.numel() + 1)[1:]
+        fastamp.ops.dequantize_blockwise(*whole, x.shape, x.dtype, out=skewed)
+        assert same_bits(skewed, decoded)
 
 
 # ---- statistics -------------------------------------------------------------------------------------------
@@ -692,6 +763,8 @@ def test_opcheck(device):
         check(ops.dequantize_blockwise.default, (payload, scales, (3, 50), torch.float32, base), **tests)
     payload, scales = fastamp.ops.quantize_blockwise(x)
     check(ops.dequantize_blockwise.default, (payload, scales, (3, 50), torch.float16))
+    check(ops.quantize_blockwise.out, (base,), kwargs={"payload": payload.clone(), "scales": scales.clone()})
+    check(ops.dequantize_blockwise.out, (payload, scales, (3, 50), torch.float32), kwargs={"out": base.clone()})
     check(ops.quantize_blockwise_stats_.default, (base, scalar(0.0, d), scalar(0.0, d)))
     mask = base > 0
     check(ops.pack_bits.default, (mask,))

@@ -90,13 +90,13 @@ __device__ __forceinline__ Vec<uint32_t> join_codes(const uint32_t (&codes)[kThr
   return joined;
 }
 
-// The first `bytes` of 16 to p, which is a multiple of 16 unless fewer are left.
-__device__ __forceinline__ void store_payload(uint8_t* p, int64_t bytes, const Vec<uint32_t>& value) {
-  if (bytes >= 16) {
+// The first `bytes` of 16 to p.
+__device__ __forceinline__ void store_payload(uint8_t* p, int64_t bytes, bool aligned, const Vec<uint32_t>& value) {
+  if (aligned && bytes >= 16) {
     store128(reinterpret_cast<uint32_t*>(p), value);
   } else {
 #pragma unroll
-    for (int k = 0; k < 15; ++k)
+    for (int k = 0; k < 16; ++k)
       if (k < bytes) p[k] = static_cast<uint8_t>(value.v[k / 4] >> (k % 4 * 8));
   }
 }
@@ -107,13 +107,13 @@ template <StorageFormat kFormat>
 __device__ __forceinline__ void store_codes(uint8_t* payload, int64_t begin, int64_t left,
                                             const uint32_t (&codes)[kThreadElements]) {
   Vec<uint32_t> joined = join_codes<kFormat>(codes);
-  int64_t bytes = bytes_of<kFormat>(max(left, int64_t{0}));
+  const int64_t bytes = bytes_of<kFormat>(max(left, int64_t{0}));
   if constexpr (Codec<kFormat>::kBits == 4) {
     joined.v[2] = __shfl_down_sync(0xffffffffu, joined.v[0], 1);
     joined.v[3] = __shfl_down_sync(0xffffffffu, joined.v[1], 1);
     if (threadIdx.x % 2 != 0) return;
   }
-  store_payload(payload + begin * Codec<kFormat>::kBits / 8, bytes, joined);
+  store_payload(payload + begin * Codec<kFormat>::kBits / 8, bytes, is_aligned(payload), joined);
 }
 
 // A thread takes 16 consecutive elements, so that a block of 128 is shared by 8 threads and its amax costs 3 shuffles
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads) dequantize_kernel(cons
   Vec<uint32_t>* const staged = shared + warp_index() * 32;
   T* const out = static_cast<T*>(args.out);
   const T* const base = static_cast<const T*>(args.base);
-  const bool aligned = is_aligned(args.payload), base_aligned = is_aligned(base);
+  const bool aligned = is_aligned(args.payload), base_aligned = is_aligned(base), out_aligned = is_aligned(out);
   const int64_t bytes = bytes_of<kFormat>(args.numel);
   const int block_shift = 31 - __clz(args.block_size);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * StreamPolicy::kWarps;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads) dequantize_kernel(cons
       Vec<T> result;
 #pragma unroll
       for (int k = 0; k < kCount; ++k) result.v[k] = from_float<T>(d[k]);
-      if (left >= kCount) {
+      if (out_aligned && left >= kCount) {
         store128(out + at, result);
       } else {
 #pragma unroll
@@ -324,7 +324,7 @@ __device__ __forceinline__ void pack_mask(int64_t numel, uint8_t* payload, const
     }
     __syncwarp();
     const int64_t at = tile * kWarpPayloadBytes + lane_index() * 16;
-    store_payload(payload + at, bytes - at, staged[lane_index()]);
+    store_payload(payload + at, bytes - at, true, staged[lane_index()]);
     __syncwarp();  // before the next round overwrites what this one reads
   }
 }
