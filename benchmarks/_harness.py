@@ -26,17 +26,20 @@ def time_interleaved(
     *,
     setup: Callable[[str], Any] | None = None,
     device: str = "cpu",
+    calls: int = 1,
     rounds: int = 50,
     min_seconds: float = 0.5,
     warmup: int = 3,
 ) -> dict[str, dict[str, float]]:
-    """Times the functions in turn, one call each a round, the order rotating, so that whatever else the
-    machine does meets all of them alike.
+    """Times the functions in turn, the order rotating from round to round, so that whatever else the machine
+    does meets all of them alike.
 
     Args:
         functions: name to function; called without arguments.
-        setup: called with the name before every call, outside the timing.
+        setup: called with the name before each measurement, outside the timing.
         device: "cuda" waits for the device before the clock is read.
+        calls: calls in a row that make one measurement, which is their mean. With one call, what a function
+            touches has left the caches by its next turn; with many it is in them.
         rounds: at least this many rounds; more until ``min_seconds`` have been measured.
 
     Returns:
@@ -54,11 +57,13 @@ def time_interleaved(
             if setup is not None:
                 setup(name)
             wait()
+            function = functions[name]
             start = time.perf_counter()
-            functions[name]()
+            for _ in range(calls):
+                function()
             wait()
-            took = time.perf_counter() - start
-            spent += took
+            took = (time.perf_counter() - start) / calls
+            spent += took * calls
             if record:
                 samples[name].append(took * 1e6)
         return spent

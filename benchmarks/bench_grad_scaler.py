@@ -1,6 +1,10 @@
 """fastamp.GradScaler against torch.amp.GradScaler in one process, interleaved: what an iteration costs.
 
-python benchmarks/bench_grad_scaler.py
+    python benchmarks/bench_grad_scaler.py
+
+Cases marked "alone" call each function 20 times in a row and divide, so that what it touches is in the caches: the
+work itself. Cases marked "cold" call it once, after others have had the caches: waiting for memory, as after the
+backward pass of a model much larger than they are.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from _harness import arguments, ratio, report, time_interleaved
 
 import fastamp
 
-SCALE = 65536.0
+# All but 1, so that thousands of rounds of unscaling in place leave the gradients what they are. Multiplying by less
+# would soon come down to subnormal numbers, which are slow, and to zeros.
+SCALE = 1.0 + 2.0**-23
 
 
 class Loop:
@@ -25,23 +31,30 @@ class Loop:
         count: int,
         numel: int,
         optimizer: Callable[[Any], torch.optim.Optimizer],
-        max_norm: float,
+        clips: bool,
     ) -> None:
-        self.max_norm = max_norm
+        self.clips = clips
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for _ in range(count)]
         for p in self.params:
             p.grad = torch.randn(numel, generator=generator)
         self.grads = [p.grad for p in self.params]
-        self.scaled = [g * SCALE for g in self.grads]
+        self.originals = [g.clone() for g in self.grads]
         self.optimizer = optimizer(self.params)
         self.scaler = scaler("cpu", init_scale=SCALE, growth_interval=2**30)
         self.scaler.scale(torch.ones(()))
 
+        self.refill()
+
     def refill(self) -> None:
-        """Unscaling in place round after round would leave subnormal numbers, which are slow, and then
-        zeros."""
-        torch._foreach_copy_(self.grads, self.scaled)
+        torch._foreach_copy_(self.grads, self.originals)
+        self.max_norm = 100.0 if self.clips else 1e9
+
+    def next_max_norm(self) -> float:
+        """Below the norm that the last clip has left."""
+        if self.clips:
+            self.max_norm *= 0.98
+        return self.max_norm
 
     def unscale_update(self) -> None:
         self.scaler.unscale_(self.optimizer)
@@ -49,16 +62,16 @@ class Loop:
 
     def torch_clip(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.params, self.next_max_norm())
         self.scaler.update()
 
     def function_clip(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        fastamp.clip_grad_norm_(self.params, self.max_norm)
+        fastamp.clip_grad_norm_(self.params, self.next_max_norm())
         self.scaler.update()
 
     def method_clip(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.max_norm)
+        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm())
         self.scaler.update()
 
     def step(self) -> None:
@@ -67,15 +80,15 @@ class Loop:
 
     def torch_clip_step(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.params, self.next_max_norm())
         self.step()
 
     def method_clip_step(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.max_norm)
+        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm())
         self.step()
 
     def fold_clip_step(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.max_norm, fold=True)
+        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm(), fold=True)
         self.step()
 
     def optimizer_alone(self) -> None:
@@ -96,22 +109,24 @@ def main() -> None:
         torch_function: str,
         ours: dict[str, str],
         optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        *,
         count: int = 1000,
         numel: int = 16,
-        max_norm: float = 1e9,
+        clips: bool = False,
+        calls: int = 1,
         target: float | None = None,
-        alone: bool = False,
+        optimizer_alone: bool = False,
     ) -> None:
         methods = {"torch": torch_function, **ours}
-        if alone:
+        if optimizer_alone:
             methods["the optimizer alone"] = "optimizer_alone"
         loops = {}
         for label in methods:
             scaler = fastamp.GradScaler if label in ours else torch.amp.GradScaler
-            loops[label] = Loop(scaler, count, numel, optimizer, max_norm)
+            loops[label] = Loop(scaler, count, numel, optimizer, clips)
         functions = {label: getattr(loops[label], method) for label, method in methods.items()}
-
-        timing = time_interleaved(functions, setup=lambda name: loops[name].refill(), **rounds)
+        setup = (lambda name: loops[name].refill()) if clips else None
+        timing = time_interleaved(functions, setup=setup, calls=calls, **rounds)
         result: dict[str, Any] = {"case": name, "timing": timing}
         result["ratios"] = {f"torch / {label}": ratio(timing, "torch", label) for label in ours}
         if target is not None:
@@ -119,39 +134,39 @@ def main() -> None:
         results.append(result)
 
     small = "1,000 x 16"
-    case(f"{small}: unscale_ + update", "unscale_update", {"fastamp": "unscale_update"}, target=20)
-    for active, max_norm in (("inactive", 1e9), ("active", 1e-3)):
+    both_clips = {"scaler.clip_grad_norm_": "method_clip", "fastamp.clip_grad_norm_": "function_clip"}
+    for state, calls in (("alone", 20), ("cold", 1)):
+        reach: dict[str, Any] = dict(calls=calls)
+        unscale, clip = (20.0, 15.0) if state == "alone" else (None, None)
         case(
-            f"{small}: unscale_ + clip ({active}) + update",
-            "torch_clip",
-            {"scaler.clip_grad_norm_": "method_clip", "fastamp.clip_grad_norm_": "function_clip"},
-            max_norm=max_norm,
-            target=15,
+            f"{small}, {state}: unscale_ + update",
+            "unscale_update",
+            {"fastamp": "unscale_update"},
+            target=unscale,
+            **reach,
         )
+        for clips in (False, True):
+            what = "active" if clips else "inactive"
+            name = f"{small}, {state}: unscale_ + {what} clip + update"
+            case(name, "torch_clip", both_clips, clips=clips, target=clip, **reach)
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGD": sgd,
         "SGD fused": lambda p: torch.optim.SGD(p, lr=1e-4, fused=True),
         "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4),
         "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
     }
-    for name, optimizer in optimizers.items():
-        case(f"{small}: step + update, {name}", "step", {"fastamp": "step"}, optimizer, alone=True)
+    for label, optimizer in optimizers.items():
+        case(f"{small}: step + update, {label}", "step", {"fastamp": "step"}, optimizer, optimizer_alone=True)
     case(
-        f"{small}: clip + step + update, AdamW fused",
+        f"{small}: active clip + step + update, AdamW fused",
         "torch_clip_step",
         {"fastamp": "method_clip_step", "fastamp, folded": "fold_clip_step"},
         optimizers["AdamW fused"],
-        max_norm=1e-3,
+        clips=True,
     )
-    case("100 x 16: unscale_ + update", "unscale_update", {"fastamp": "unscale_update"}, count=100)
-    case("1 x 16: unscale_ + update", "unscale_update", {"fastamp": "unscale_update"}, count=1)
-    case(
-        "100 x 65,536: unscale_ + update",
-        "unscale_update",
-        {"fastamp": "unscale_update"},
-        count=100,
-        numel=65536,
-    )
+    for count, numel in ((100, 16), (1, 16), (100, 65536)):
+        name = f"{count} x {numel:,}: unscale_ + update"
+        case(name, "unscale_update", {"fastamp": "unscale_update"}, count=count, numel=numel)
     report("grad_scaler", results, options.json)
 
 

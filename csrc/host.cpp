@@ -1,6 +1,7 @@
 // The Python module `_host`: gathers the gradients of an optimizer in C++ and calls the launchers of the ops library on
 // them, without torch's dispatcher between. It is the fast twin of fastamp/_gradients.py, has the same interface and
 // gives the same results. Unlike the ops library it is built against one torch.
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <optional>
@@ -161,6 +162,7 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
   const auto d = static_cast<size_t>(dtype);
   if (layout == Layout::kDense || numel == 0) {
     if (to.dense[d].empty()) to.dense[d].reserve(to.grads.capacity() - to.grads.size());
+    __builtin_prefetch(data);
     to.dense[d].push_back({data, nullptr, numel, index});
   } else {
     strided.data = data;
@@ -172,32 +174,38 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
   to.grads.push_back(grad);
 }
 
-// A parameter's gradient is five dependent loads away from its list, and with a thousand parameters nearly all of them
-// miss the first-level cache. Each of these starts one of the loads for a parameter that the walk will reach later.
+// A parameter's gradient is a chain of dependent loads away from its list, and after a backward pass nearly all of them
+// miss the caches. at() starts one of the loads for each of the next parameters, so that the walk finds them done.
 class Lookahead {
  public:
   Lookahead(PyObject* const* params, Py_ssize_t size) : params_(params), size_(size) {}
 
   void at(Py_ssize_t i) const {
-    if (i + 5 * kStep >= size_) return;
-    __builtin_prefetch(params_[i + 5 * kStep]);
+    if (i + 5 * kStep < size_) __builtin_prefetch(params_[i + 5 * kStep]);
     if (const c10::TensorImpl* param = impl(i + 4 * kStep)) __builtin_prefetch(param);
     if (const c10::TensorImpl* param = impl(i + 3 * kStep)) __builtin_prefetch(param->autograd_meta());
-    if (const c10::TensorImpl* param = impl(i + 2 * kStep)) {
-      const auto* grad = reinterpret_cast<const char*>(param->grad().unsafeGetTensorImpl());
-      for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(grad + line);
+    if (const c10::TensorImpl* grad = grad_impl(i + 2 * kStep)) {
+      const auto* lines = reinterpret_cast<const char*>(grad);
+      for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(lines + at);
     }
-    if (const c10::TensorImpl* param = impl(i + kStep)) {
-      if (const at::Tensor& grad = param->grad(); grad.defined())
-        __builtin_prefetch(grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (const c10::TensorImpl* grad = grad_impl(i + kStep)) {
+      __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
+      __builtin_prefetch(python_object(*grad->pyobj_slot(), 0));
     }
   }
 
  private:
   static constexpr Py_ssize_t kStep = 4;
+
   const c10::TensorImpl* impl(Py_ssize_t i) const {
-    return THPVariable_CheckExact(params_[i]) ? THPVariable_Unpack(params_[i]).unsafeGetTensorImpl() : nullptr;
+    if (i >= size_ || !THPVariable_CheckExact(params_[i])) return nullptr;
+    return THPVariable_Unpack(params_[i]).unsafeGetTensorImpl();
   }
+  const c10::TensorImpl* grad_impl(Py_ssize_t i) const {
+    const c10::TensorImpl* param = impl(i);
+    return param && param->grad().defined() ? param->grad().unsafeGetTensorImpl() : nullptr;
+  }
+
   PyObject* const* params_;
   Py_ssize_t size_;
 };
@@ -347,7 +355,15 @@ class GradientBuckets {
 
   // In-place writes, as autograd counts them.
   static void count_writes(const std::vector<at::Tensor>& grads) {
-    for (const at::Tensor& g : grads) count_write(g);
+    // A counter is bumped with a locked instruction, which waits for its cache line before anything else may go on.
+    // Reading a few counters first lets their lines come together.
+    constexpr size_t kTogether = 16;
+    for (size_t begin = 0; begin < grads.size(); begin += kTogether) {
+      const size_t end = std::min(begin + kTogether, grads.size());
+      for (size_t i = begin; i < end; ++i)
+        if (!grads[i].is_inference()) static_cast<void>(grads[i].unsafeGetTensorImpl()->version_counter().current_version());
+      for (size_t i = begin; i < end; ++i) count_write(grads[i]);
+    }
   }
 
   std::vector<DeviceGradients> by_device_;
