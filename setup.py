@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,14 @@ def build_info(cuda: bool, archs: list[str]) -> str:
     return f'"""What this build was made with. Written by setup.py."""\n\nBUILD: dict[str, object] = {facts!r}\n'
 
 
+def copy_headers() -> None:
+    """The torch-free headers go into the package, for C++ programs (fastamp.include_paths())."""
+    folder = ROOT / "fastamp" / "include" / "fastamp"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("launchers.h", "scale.h", "storage.h", "tensor_ref.h", "unscale.h"):
+        shutil.copy2(ROOT / "csrc" / name, folder / name)
+
+
 def extensions() -> list[Extension]:
     cuda = wants_cuda()
     include = [str(ROOT / "csrc")]
@@ -164,4 +173,5 @@ def extensions() -> list[Extension]:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), cmdclass={"build_ext": cpp_extension.BuildExtension})
+    copy_headers()
+setup(ext_modules=extensions(), cmdclass={"build_ext": cpp_extension.BuildExtension})

@@ -123,6 +123,8 @@ const fastamp::Launchers* fastamp_launchers(int cuda) {
 
 // The library is loaded as a Python module, so that Python's import system finds it; all it holds are the ops
 // registered above.
+// Weak, because a C++ program that links the library (fastamp.library_path()) brings no Python.
+#pragma weak PyModule_Create2
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__ops() {
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_ops", "fastamp's operators", -1, nullptr, nullptr, nullptr, nullptr, nullptr};

@@ -12,6 +12,7 @@ from fastamp._version import __version__
 if TYPE_CHECKING:
     from fastamp.checkpointing import checkpoint, checkpoint_sequential, checkpoint_stack
     from fastamp.clip import clip_grad_norm_
+    from fastamp.cpp import include_paths, library_path
     from fastamp.grad_scaler import GradScaler
     from fastamp.patching import patch, patched, unpatch
     from fastamp.scheduling import step_scheduler
@@ -24,6 +25,8 @@ __all__ = [
     "checkpoint_sequential",
     "checkpoint_stack",
     "clip_grad_norm_",
+    "include_paths",
+    "library_path",
     "patch",
     "patched",
     "step_scheduler",
@@ -38,6 +41,8 @@ _HOMES = {
     "checkpoint_sequential": "fastamp.checkpointing",
     "checkpoint_stack": "fastamp.checkpointing",
     "clip_grad_norm_": "fastamp.clip",
+    "include_paths": "fastamp.cpp",
+    "library_path": "fastamp.cpp",
     "patch": "fastamp.patching",
     "patched": "fastamp.patching",
     "step_scheduler": "fastamp.scheduling",

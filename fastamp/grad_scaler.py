@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -17,6 +18,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from fastamp import _gradients, _scalars, clip, profiling
 from fastamp._gradients import GradientBuckets, gradient_buckets, has_kernels, unscale_on_one_device
 from fastamp._overflow import OverflowedParameter, nonfinite
+from fastamp.integrations.accelerate import teach_accelerate
 
 __all__ = ["GradScaler", "OptState", "OverflowedParameter"]
 
@@ -589,6 +591,8 @@ class GradScaler(torch.amp.GradScaler):
                 with profiling.span("step"):
                     retval = self._step_with_scale(optimizer, state, args, kwargs)
             self._history.record(optimizer, list(state["found_inf_per_device"].values()))
+            if "accelerate.optimizer" in sys.modules:
+                teach_accelerate()
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)

@@ -75,7 +75,8 @@ class Codec:
         with profiling.span("pack"):
             values = memory_order(tensor)
             kept = self.encode(values)
-        profiling.stored(self.name, values, kept)
+        if kept:
+            profiling.stored(self.name, values, kept)
         return Packed(kept, tensor.shape, tensor.stride(), tensor.dtype)
 
     @torch.no_grad()

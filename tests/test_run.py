@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doc_pages import run_page
 
 import fastamp
 from fastamp import patching, profiling, run
@@ -67,6 +68,10 @@ def losses(output: str) -> list[str]:
     return re.findall(r"^step .*", output, re.MULTILINE)
 
 
+def test_page():
+    run_page("integrations/run")
+
+
 # ---- unmodified programs -----------------------------------------------------------------------------------
 
 
@@ -76,11 +81,15 @@ def losses(output: str) -> list[str]:
         ("amp_loop", 10),
         ("gradient_accumulation", 6),
         ("checkpoint_forward", 3),
-        pytest.param("bert_classifier", 3, marks=pytest.mark.skipif(not has_transformers, reason="no transformers")),
+        pytest.param(
+            "bert_classifier", 3, marks=pytest.mark.skipif(not has_transformers, reason="transformers is not installed")
+        ),
         pytest.param(
             "hf_trainer",
             2,
-            marks=pytest.mark.skipif(not (has_transformers and has_accelerate), reason="no transformers or accelerate"),
+            marks=pytest.mark.skipif(
+                not (has_transformers and has_accelerate), reason="transformers or accelerate is not installed"
+            ),
         ),
     ],
 )
@@ -192,6 +201,54 @@ if __name__ == "__main__":
     for rank in range(2):
         assert f"rank {rank} fastamp.patching 2.0 ['--option']" in result.stdout
     assert result.stdout.count("scaler: 1 steps, 0 skipped") == 2
+
+
+# ---- launchers ---------------------------------------------------------------------------------------------
+
+LAUNCHED = """
+import os, torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+model = torch.nn.Linear(4, 1)
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu")
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).sum() * (float("inf") if step == 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print("scale", scaler.get_scale(), "of", GradScaler.__module__, flush=True)
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        ("-m torch.distributed.run --standalone --nproc-per-node 2 -m", 2),
+        # On CPU accelerate launches more than one process only by mpirun.
+        pytest.param(
+            "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no "
+            "--dynamo_backend no -m",
+            1,
+            marks=pytest.mark.skipif(not has_accelerate, reason="accelerate is not installed"),
+        ),
+    ],
+    ids=["torchrun", "accelerate launch"],
+)
+def test_works_under(launcher, processes, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    result = execute("--report", str(script), launcher=tuple(launcher.split()))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("scale 32768.0 of fastamp.patching") == processes
+    assert result.stdout.count("scaler: 3 steps, 1 skipped") == 1
 
 
 # ---- the command line --------------------------------------------------------------------------------------
