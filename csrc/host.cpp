@@ -361,7 +361,8 @@ class GradientBuckets {
     for (size_t begin = 0; begin < grads.size(); begin += kTogether) {
       const size_t end = std::min(begin + kTogether, grads.size());
       for (size_t i = begin; i < end; ++i)
-        if (!grads[i].is_inference()) static_cast<void>(grads[i].unsafeGetTensorImpl()->version_counter().current_version());
+        if (!grads[i].is_inference())
+          static_cast<void>(grads[i].unsafeGetTensorImpl()->version_counter().current_version());
       for (size_t i = begin; i < end; ++i) count_write(grads[i]);
     }
   }

@@ -20,17 +20,18 @@ def teach_accelerate() -> None:
     synchronises with the device after a fused optimizer's step.
     """
     module = sys.modules.get("accelerate.optimizer")
-    optimizer_class = getattr(module, "AcceleratedOptimizer", None)
+    optimizer_class: Any = getattr(module, "AcceleratedOptimizer", None)
     stock = getattr(optimizer_class, "step_was_skipped", None)
-    if not isinstance(stock, property) or hasattr(stock.fget, "_asks_fastamp"):
+    if not isinstance(stock, property) or stock.fget is None or hasattr(stock.fget, "_asks_fastamp"):
         return
+    ask_accelerate = stock.fget
 
     def step_was_skipped(self: Any) -> bool:
         from fastamp.grad_scaler import GradScaler
 
         if isinstance(self.scaler, GradScaler):
             return self.scaler.step_was_skipped_for(self.optimizer)
-        return stock.fget(self)
+        return ask_accelerate(self)
 
     step_was_skipped._asks_fastamp = True  # type: ignore[attr-defined]
     optimizer_class.step_was_skipped = property(step_was_skipped, doc=stock.__doc__)

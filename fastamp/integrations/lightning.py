@@ -45,7 +45,7 @@ def _scaler(precision: str, device: str, scaler: Any, policies: dict[str, Any]) 
     return GradScaler(device, **policies)
 
 
-class MixedPrecision(_precision.MixedPrecision):
+class MixedPrecision(_precision.MixedPrecision):  # type: ignore[name-defined]
     """Lightning's `MixedPrecision` for `Trainer(plugins=...)`, with fastamp's scaler and clipping.
 
     With `gradient_clip_val`, a fused optimizer's gradients are unscaled, checked and measured in one pass and
@@ -76,7 +76,7 @@ class MixedPrecision(_precision.MixedPrecision):
             super(_precision.MixedPrecision, self).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
 
-class FabricMixedPrecision(_fabric_precision.MixedPrecision):
+class FabricMixedPrecision(_fabric_precision.MixedPrecision):  # type: ignore[name-defined]
     """Lightning Fabric's `MixedPrecision` for `Fabric(plugins=...)`, with fastamp's scaler.
     `fabric.clip_gradients` works with fused optimizers too; stock Fabric raises.
 
