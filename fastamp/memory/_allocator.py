@@ -151,10 +151,7 @@ class Placement:
 
 
 def place(requested: int, actions: Iterable[tuple[Hashable, int]]) -> Placement:
-    """Replay `actions`: (key, bytes) allocates, (key, 0 or less) frees. `requested`: the peak before
-
-    rounding.
-    """
+    """Replay `actions`: (key, bytes) allocates, (key, 0 or less) frees. `requested`: the unrounded peak."""
     plain, expandable = CachingAllocator(), CachingAllocator(expandable=True)
     for key, size in actions:
         for allocator in (plain, expandable):

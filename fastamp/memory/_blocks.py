@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import weakref
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
-from fastamp.memory._recorder import host_copies
+from fastamp import _delta, storage
+from fastamp.checkpointing import checkpoint
+from fastamp.memory._stored import SimulatedChain, SimulatedStorage
+from fastamp.store import store_activations
 
 TREATMENTS = ("keep", "checkpoint", "offload", "store:FORMAT", "checkpoint:FORMAT")
 """How a block's activations are treated. A FORMAT is one of `fastamp.storage.FORMATS`."""
-
-# Smaller tensors cost more to move than they free.
-_OFFLOAD_BYTES = 4096
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -62,8 +60,7 @@ def chosen_blocks(model: nn.Module, what: Any, argument: str) -> list[str]:
     if what is True or (isinstance(what, int) and not isinstance(what, bool)):
         if not blocks:
             raise ValueError(
-                f"{argument}: no repeated blocks were found in {type(model).__name__}; name the modules to "
-                "treat, "
+                f"{argument}: no repeated blocks were found in {type(model).__name__}; name the modules to treat, "
                 f'such as {argument}=["encoder.layer.*"]'
             )
         every = 1 if what is True else what
@@ -86,6 +83,27 @@ def chosen_blocks(model: nn.Module, what: Any, argument: str) -> list[str]:
     return chosen
 
 
+def stored(treatment: str, form: str) -> str:
+    """`treatment` with what it keeps stored in a format. Raises ValueError for a format that is not known."""
+    if form not in _delta.FORMATS:
+        storage.check_storage(form)
+    elif treatment == "keep":
+        raise ValueError(f"store: {form!r} is coded along a stack of checkpointed blocks: pass checkpoint= too")
+    return f"{'store' if treatment == 'keep' else treatment}:{form}"
+
+
+def check_treatment(treatment: Any) -> None:
+    """Raises ValueError or TypeError for a treatment that is not known."""
+    if not isinstance(treatment, str):
+        raise TypeError(f"a treatment is a string, got {type(treatment).__name__}")
+    kind, _, form = treatment.partition(":")
+    if form and kind in ("store", "checkpoint"):
+        if not (kind == "checkpoint" and form in _delta.FORMATS):
+            storage.check_storage(form)
+    elif treatment not in ("keep", "checkpoint", "offload"):
+        raise ValueError(f"unknown treatment {treatment!r}; known are {', '.join(TREATMENTS)}")
+
+
 def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]:
     """Put a treatment on each named block; the function returned takes them all off again.
 
@@ -103,84 +121,75 @@ def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]
                 module.__dict__["forward"] = before
 
     try:
-        for name, treatment in treatments.items():
+        for name, treatment, chain in _with_chains(treatments):
             if treatment == "keep":
                 continue
             module = modules[name]
             done.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _treated(module.forward, treatment)
+            module.__dict__["forward"] = _treated(module.forward, treatment, name, chain)
     except BaseException:
         undo()
         raise
     return undo
 
 
-def stored(treatment: str, form: str) -> str:
-    """`treatment` with what it keeps stored in a format. Raises ValueError for a format that is not known."""
-    from fastamp import storage
-
-    storage.check_storage(form)
-    return f"{'store' if treatment == 'keep' else treatment}:{form}"
+_KEYFRAME_EVERY = 16  # as `checkpoint_stack`
 
 
-def _treated(forward: Callable[..., Any], treatment: str) -> Callable[..., Any]:
+class _Chain:
+    """Adjacent blocks whose inputs are stored relative to one another; the first one begins anew in each pass."""
+
+    def __init__(self, form: str, names: list[str]) -> None:
+        self._form = form
+        self._first, self._last = names[0], names[-1]
+        self._running: Any = None
+
+    def storage(self, name: str) -> Any:
+        running = self._running
+        if name == self._first or running is None:
+            kind = SimulatedChain if _simulating() else _delta.DeltaChain
+            running = kind(self._form, _KEYFRAME_EVERY)
+        # A chain holds the last activation decoded until it is dropped.
+        self._running = None if name == self._last else running
+        return running
+
+
+def _with_chains(treatments: Mapping[str, str]) -> Iterable[tuple[str, str, _Chain | None]]:
+    """(name, treatment, chain) of each block: blocks with the same difference coding, side by side, share a chain."""
+    for treatment, run in itertools.groupby(treatments.items(), key=lambda item: item[1]):
+        names = [name for name, _ in run]
+        form = treatment.partition(":")[2]
+        chain = _Chain(form, names) if form in _delta.FORMATS else None
+        yield from ((name, treatment, chain) for name in names)
+
+
+def _treated(forward: Callable[..., Any], treatment: str, name: str, chain: _Chain | None) -> Callable[..., Any]:
+    check_treatment(treatment)
     kind, _, form = treatment.partition(":")
-    if kind == "checkpoint" and not form:
-        return lambda *args, **kwargs: torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    if kind == "checkpoint":
-        from fastamp.checkpointing import checkpoint
 
-        return lambda *args, **kwargs: checkpoint(forward, *args, storage=form, **kwargs)
-    if treatment == "offload":
-        return _Offloaded(forward)
-    raise ValueError(f"unknown treatment {treatment!r}; known are {', '.join(TREATMENTS)}")
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not form:
+            return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        kept: Any = chain.storage(name) if chain is not None else form
+        if not _simulating():
+            return checkpoint(forward, *args, storage=kept, **kwargs)
+        with kept.hooks() if chain is not None else _region(form):
+            return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
+    def stored(*args: Any, **kwargs: Any) -> Any:
+        with _region(form or "exact", offload=kind == "offload"):
+            return forward(*args, **kwargs)
 
-class _Offloaded:
-    """Runs `forward` with the activations that it saves for backward in host memory (pinned where there is a
-    GPU).
-
-    Unlike `torch.autograd.graph.save_on_cpu` it leaves parameters and small tensors where they are, and moves
-    a tensor that is saved several times once.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # storage -> {view of it -> its copy, for as long as something needs the copy}
-        moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.is_leaf or tensor.nbytes < _OFFLOAD_BYTES or tensor.layout is not torch.strided:
-                return tensor
-            views = moved.setdefault(tensor.untyped_storage(), weakref.WeakValueDictionary())
-            key = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-            copy = views.get(key)
-            if copy is None:
-                copy = views[key] = _HostCopy(tensor)
-            return copy
-
-        def unpack(packed: Any) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.back()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self.forward(*args, **kwargs)
+    return recomputed if kind == "checkpoint" else stored
 
 
-class _HostCopy:
-    def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
-        pinned = torch.cuda.is_available() and tensor.is_cuda and not isinstance(tensor, FakeTensor)
-        with torch.no_grad(), host_copies():
-            self.host = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=pinned
-            )
-            # Not non_blocking: the host could free or read the copy before it is complete.
-            self.host.copy_(tensor)
+def _simulating() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
-    def back(self) -> Tensor:
-        with torch.no_grad():
-            return torch.empty_strided(
-                self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.device
-            ).copy_(self.host)
+
+def _region(form: str, offload: bool = False) -> Any:
+    """Saved tensors are kept in a format, in host memory if `offload`."""
+    if not _simulating():
+        return store_activations(form, offload="cpu" if offload else None)
+    simulated = SimulatedStorage(form, offload)
+    return torch.autograd.graph.saved_tensors_hooks(simulated.pack, simulated.unpack)

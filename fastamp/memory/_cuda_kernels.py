@@ -93,10 +93,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The memory-efficient kernel; the flash kernel keeps the same (q, k, v, the output, a row of
-
-    log-sum-exp).
-    """
+    """The memory-efficient kernel. The flash kernel keeps the same: q, k, v, the output, log-sum-exps."""
     shape = query.shape
     if query.ndim != 4:
         query, key, value = (t.reshape(-1, 1, *t.shape[-2:]) for t in (query, key, value))

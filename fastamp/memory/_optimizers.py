@@ -41,8 +41,7 @@ def check(spec: Any) -> None:
     elif spec is not None and not callable(spec) and not isinstance(unwrapped(spec), torch.optim.Optimizer):
         raise TypeError(
             "optimizer must be an optimizer, its class, a callable that takes the parameters, or a name such "
-            "as "
-            f'"adamw", got {type(spec).__name__}'
+            f'as "adamw", got {type(spec).__name__}'
         )
 
 
@@ -92,18 +91,14 @@ def _twin(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter])
         if foreign:
             raise ValueError(
                 f"optimizer: group {number} holds {len(foreign)} parameters that are not the model's; make "
-                "it from "
-                "model.parameters()"
+                "it from model.parameters()"
             )
         twin.param_groups.append({**group, "params": [parameters[id(p)] for p in group["params"]]})
     return twin
 
 
 class AnyScalar(TorchDispatchMode):
-    """Gives 1 for a number that fake tensors do not know. For optimizers, whose scalars scale but do not
-
-    shape.
-    """
+    """Gives 1 for a number that fake tensors do not know: an optimizer's scalars scale and do not shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -132,10 +127,7 @@ def known_state(optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
 
 
 def state_after_one_step(optimizer: torch.optim.Optimizer) -> int | None:
-    """Bytes of state after one real step, taken parameter by parameter on the CPU; None where that cannot be
-
-    had.
-    """
+    """Bytes of state after one real step, parameter by parameter on the CPU; None if that fails."""
     total = 0
     cost: dict[tuple[Any, ...], int] = {}
     for group in optimizer.param_groups:

@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ except ImportError as error:
     raise ImportError(
         "fastamp.memory stands on torch.distributed._tools.mem_tracker, and this torch "
         f"({torch.__version__}) has none that works: {error}. Builds of torch without torch.distributed lack "
-        "it; "
-        "install a standard build, torch 2.10 or later."
+        "it; install a standard build, torch 2.10 or later."
     ) from error
 
 # MemTracker is private to torch: say so plainly where a release has changed what this file stands on.
@@ -79,15 +78,39 @@ def host_copies() -> Iterator[None]:
         _host_copies.reset(token)
 
 
+class Mark(NamedTuple):
+    """A watched module is about to run ("enter"), has run ("exit"), or is about to run backward ("backward").
+
+    `event` numbers the first event after it; `seconds` is the record's clock.
+    """
+
+    kind: str
+    name: str
+    event: int
+    seconds: float
+
+
 class Recorder(MemTracker):
     """`with Recorder(model, optimizer) as recorder: step()`; then `recorder.finish()` is the trace.
 
     Costs one Python call for each operator (tens of microseconds) and holds no tensor alive.
     """
 
-    def __init__(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        watch: Collection[str] = (),
+        cost: Callable[[Any, Any, Any], float] | None = None,
+    ) -> None:
+        """watch: modules whose beginnings are marked. cost: seconds of an operator, from it, its arguments
+        and its result; it becomes the clock of the record."""
         super().__init__()
         self.trace = Trace()
+        self.marks: list[Mark] = []
+        self._watch = frozenset(watch)
+        self._cost = cost
+        self._spent = 0.0
         self.phase = "forward"
         self._op = ""
         self._shape: tuple[int, ...] = ()
@@ -159,17 +182,29 @@ class Recorder(MemTracker):
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if not self._stack and not self._mod_tracker.is_bw:
             self._track_module_params_and_buffers(module)
-        self._stack.append(self._names.get(id(module), type(module).__name__))
+        name = self._names.get(id(module), type(module).__name__)
+        if not self._mod_tracker.is_bw:
+            self._mark("enter", name)
+        self._stack.append(name)
 
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._stack.pop()
+        name = self._stack.pop()
+        if not self._mod_tracker.is_bw:
+            self._mark("exit", name)
         if not self._stack and not self._mod_tracker.is_bw:
             for leaf in pytree.tree_leaves(_plain(outputs)):
                 for block in self._blocks(leaf):
                     block.returned = True
 
     def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
-        pass
+        self._mark("backward", self._names.get(id(module), ""))
+
+    def _mark(self, kind: str, name: str) -> None:
+        if name in self._watch:
+            self.marks.append(Mark(kind, name, len(self.trace.events), self._seconds()))
+
+    def _seconds(self) -> float:
+        return self._spent if self._cost is not None else time.perf_counter() - self.began
 
     def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
         pass
@@ -180,10 +215,7 @@ class Recorder(MemTracker):
     # --- what changes hands ---
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        """Unlike torch's, lets frozen parameters be, and calls a gradient what `.grad` holds, not what flows
-
-        there.
-        """
+        """Unlike torch's, takes frozen parameters, and calls a gradient only what `.grad` holds."""
         for parameter in module.parameters():
             if not self._knows(parameter):
                 self._name_blocks(parameter, _Ref.PARAM, "")
@@ -245,6 +277,8 @@ class Recorder(MemTracker):
             self.note_inputs(args, kwargs)
         self._op = str(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._cost is not None:
+            self._spent += self._cost(func, (args, kwargs), result)
         if "bernoulli" in self._op:  # a dropout mask, made by empty_like
             for block in self._blocks(args[0]):
                 block.op = self._op
@@ -306,8 +340,7 @@ class Recorder(MemTracker):
         if action == "free" and not self._setup:
             phase = self.phase  # that of the last operator: what a step leaves is freed after it
         block.category = category
-        seconds = time.perf_counter() - self.began
-        self.trace.events.append(Event(action, block, change, category, phase, module, self._op, seconds))
+        self.trace.events.append(Event(action, block, change, category, phase, module, self._op, self._seconds()))
 
     def finish(self) -> Trace:
         self.trace.resolve()

@@ -14,10 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 class NotTraceable(RuntimeError):
-    """A model that fake tensors cannot run. `module` names the module that stopped it, "" if none could be
-
-    told.
-    """
+    """A model that fake tensors cannot run. `module` names the module that stopped it, "" if none did."""
 
     def __init__(self, message: str, module: str = "") -> None:
         super().__init__(message)
@@ -127,8 +124,7 @@ class FakeModel:
             if type(parameter) is not nn.Parameter and not isinstance(parameter, FakeTensor):
                 raise NotTraceable(
                     f"parameter {name!r} is a {type(parameter).__name__}, whose memory only a run on its "
-                    "device shows: "
-                    "measure the model with fastamp.memory.track instead",
+                    "device shows: measure the model with fastamp.memory.track instead",
                     name.rpartition(".")[0],
                 )
             trained = self.trains(name, parameter) and (parameter.is_floating_point() or parameter.is_complex())

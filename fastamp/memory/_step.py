@@ -1,7 +1,4 @@
-"""One training step of a model, as a loop would run it: on fake tensors for an estimate, on real ones to
-
-verify.
-"""
+"""One training step of a model as a loop would run it, on fake tensors or on real ones."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ MODES = ("train", "finetune", "inference")
 
 @dataclass(frozen=True)
 class Precision:
-    """`parameters`: the dtype floating parameters are cast to (None: as they are). `autocast`: its dtype, or
-
-    None.
-    """
+    """`parameters`: the dtype that floating parameters are cast to (None: none). `autocast`: its dtype, or None."""
 
     name: str
     parameters: torch.dtype | None = None
@@ -64,10 +58,7 @@ def precision_of(value: str | torch.dtype | Precision | None) -> Precision:
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: a tuple or list is spread, a mapping gives keywords, else it is one
-
-    argument.
-    """
+    """Positional and keyword arguments: tuples and lists are spread, a mapping gives keywords."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
@@ -99,13 +90,14 @@ def default_loss(output: Any) -> Tensor:
 
 @dataclass
 class Step:
-    """What happens in one step. `loss(output)` gives the loss; `device_type` is for autocast."""
+    """What happens in one step. `loss(output)`, or `loss(output, targets)` if there are any, gives the loss."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    targets: Any
     precision: Precision
-    loss: Callable[[Any], Tensor]
+    loss: Callable[..., Tensor]
     device_type: str
 
     def _autocast(self) -> Any:
@@ -121,6 +113,6 @@ class Step:
         """Forward and backward of one micro-batch. The output lives as long as backward, as in most loops."""
         with self._autocast():
             output = self.model(*self.args, **self.kwargs)
-            loss = self.loss(output)
+            loss = self.loss(output) if self.targets is None else self.loss(output, self.targets)
         loss.backward()
         del output, loss

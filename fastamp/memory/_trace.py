@@ -37,10 +37,7 @@ FORWARD = "made in forward"
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage. `bytes` is what was asked for, before an allocator rounds it; `born` and `died` number
-
-    events.
-    """
+    """One storage. `bytes`: as asked for, before an allocator rounds. `born`, `died`: numbers of events."""
 
     bytes: int
     device: str
@@ -56,8 +53,7 @@ class Block:
 
 
 class Event(NamedTuple):
-    """`action` is "alloc", "free", "category" (to `category`) or "resize"; `bytes` is what it adds, below 0
-    for a
+    """`action` is "alloc", "free", "category" (to `category`) or "resize"; `bytes` is what it adds, below 0 for a
     free. `category` is the block's from this event on. phase, module and op say where in the step it fell."""
 
     action: str

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import logging
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fastamp.memory import _blocks, _optimizers
 from fastamp.memory._cuda_kernels import cuda_kernels
-from fastamp.memory._recorder import Recorder
+from fastamp.memory._recorder import Mark, Recorder
 from fastamp.memory._simulate import FakeModel, NotTraceable, fake_mode_of
 from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs
 from fastamp.memory._trace import Trace
@@ -38,7 +38,8 @@ def estimate(
     checkpoint: Any = None,
     store: Any = None,
     accumulation: int = 1,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Any = None,
     device: str | torch.device | None = None,
     fallback: str = "raise",
 ) -> MemoryReport:
@@ -54,12 +55,14 @@ def estimate(
             parameters as they are), or None: the model as it is.
         mode: "train"; "finetune", which insists that something is frozen (frozen parameters have no gradients
             and no states in either); or "inference", without gradients, states or saved activations.
-        checkpoint: True for every repeated block, a number n for every n-th, or names of modules
-            ("layers.*").
-        store: a storage format for what blocks keep, or a mapping from module names to formats; see
-            `fastamp.store_activations`.
+        checkpoint: True for every repeated block, a number n for every n-th, names of modules ("layers.*"), or
+            a mapping from such names to the format that their inputs are kept in ({"layers.*": "int8"}).
+        store: a format for what the repeated blocks keep, see `fastamp.store_activations`, or a mapping from
+            names of modules to formats. A checkpointed block keeps its inputs in that format.
         accumulation: micro-batches to one optimizer step. `example_inputs` is one micro-batch.
-        loss: gives the loss from the model's output; without it the output's own `.loss`, else its sum.
+        loss: gives the loss from the model's output, or from it and `targets` if those are given; without it
+            the output's own `.loss`, else its sum.
+        targets: what `loss` gets as its second argument, counted as an input.
         device: whose kernels are assumed: "cpu" or "cuda" (default: the model's own; CUDA for a meta model).
         fallback: where fake tensors cannot run the model: "raise" NotTraceable, which names the module, or
             "measure" one real step of a copy of the model, which does allocate.
@@ -71,7 +74,7 @@ def estimate(
         TypeError, ValueError: for arguments that are wrong, before anything has run.
         NotTraceable: see `fallback`.
     """
-    setting = Setting(model, example_inputs, optimizer, precision, mode, accumulation, loss, device)
+    setting = Setting(model, example_inputs, optimizer, precision, mode, accumulation, loss, targets, device)
     treatments = treatments_of(model, checkpoint, store)
     if fallback not in ("raise", "measure"):
         raise ValueError(f'fallback must be "raise" or "measure", got {fallback!r}')
@@ -86,7 +89,11 @@ def estimate(
 def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, str]:
     """Name of module -> treatment, from estimate's arguments `checkpoint` and `store`."""
     chosen: dict[str, str] = {}
-    if checkpoint is not None and checkpoint is not False:
+    if isinstance(checkpoint, Mapping):
+        for pattern, form in checkpoint.items():
+            for name in _blocks.chosen_blocks(model, pattern, "checkpoint"):
+                chosen[name] = _blocks.stored("checkpoint", form)
+    elif checkpoint is not None and checkpoint is not False:
         chosen.update(dict.fromkeys(_blocks.chosen_blocks(model, checkpoint, "checkpoint"), "checkpoint"))
     if store is not None and store is not False:
         formats = store if isinstance(store, Mapping) else {None: store}
@@ -94,6 +101,16 @@ def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, st
             for name in _blocks.chosen_blocks(model, True if pattern is None else pattern, "store"):
                 chosen[name] = _blocks.stored(chosen.get(name, "keep"), form)
     return chosen
+
+
+class Simulated(NamedTuple):
+    """A step that ran on fake tensors. `gradients`: names of the parameters that got one."""
+
+    trace: Trace
+    marks: list[Mark]
+    gradients: frozenset[str]
+    first_peak: int | None
+    notes: list[str]
 
 
 class Setting:
@@ -107,7 +124,8 @@ class Setting:
         precision: str | torch.dtype | Precision | None,
         mode: str,
         accumulation: int,
-        loss: Callable[[Any], Tensor] | None,
+        loss: Callable[..., Tensor] | None,
+        targets: Any,
         device: str | torch.device | None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -120,6 +138,8 @@ class Setting:
             raise ValueError(f"accumulation must be at least 1, got {accumulation}")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss must be a function of the model's output, got {type(loss).__name__}")
+        if targets is not None and loss is None:
+            raise ValueError("targets go to loss(output, targets), and there is no loss: pass it too")
         _optimizers.check(optimizer)
         self.model = model
         self.args, self.kwargs = split_inputs(example_inputs)
@@ -128,14 +148,14 @@ class Setting:
         self.mode = mode
         self.accumulation = accumulation
         self.loss = loss or default_loss
+        self.targets = targets
         self.device_type = _device_type(model, device)
         parameters = list(model.parameters())
         frozen = sum(not p.requires_grad for p in parameters)
         if mode == "finetune" and not frozen:
             raise ValueError(
                 f"mode='finetune' expects frozen parameters, and all {len(parameters)} require gradients: "
-                "call "
-                "requires_grad_(False) on those to freeze, or say mode='train'"
+                "call requires_grad_(False) on those to freeze, or say mode='train'"
             )
         if mode != "inference" and frozen == len(parameters):
             raise ValueError(f"mode={mode!r}: no parameter of {type(model).__name__} requires gradients")
@@ -146,58 +166,78 @@ class Setting:
 
     def simulate(self, treatments: Mapping[str, str] | None = None) -> MemoryReport:
         """The report of one steady step with these treatments of blocks."""
-        trace, first_peak, notes = self.trace(treatments or {})
-        return self.report(trace, treatments or {}, first_peak, notes)
+        run = self.run(treatments or {})
+        report = fill(MemoryReport(first_step_peak=run.first_peak, notes=run.notes), run.trace)
+        report.device = self.device_type
+        return self._titled(report, treatments or {})
 
-    def trace(self, treatments: Mapping[str, str], args: Any = None) -> tuple[Trace, int | None, list[str]]:
+    def run(
+        self,
+        treatments: Mapping[str, str],
+        *,
+        optimizer: bool = True,
+        gradients: Collection[str] | None = None,
+        watch: Collection[str] = (),
+        cost: Callable[[Any, Any, Any], float] | None = None,
+    ) -> Simulated:
+        """Runs the step on fake tensors.
+
+        optimizer: take optimizer steps. gradients: parameters that hold a gradient from before, which stands
+        for earlier micro-batches; None to run those. watch, cost: see `Recorder`.
+        """
         mode = fake_mode_of(self.model)
         training = self.mode != "inference"
         real_cuda = self.device_type == "cuda" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if real_cuda else torch.device("cpu")
+        emulated = self.device_type == "cuda" and not real_cuda
         with FakeModel(
             self.model, mode, device, self.precision.parameters, lambda _, p: training and p.requires_grad
         ) as fake:
-            args, kwargs = fake.fake_tree((self.args, self.kwargs) if args is None else args)
+            args, kwargs, targets = fake.fake_tree((self.args, self.kwargs, self.targets))
             undo = _blocks.apply(self.model, treatments)
-            emulated = self.device_type == "cuda" and not real_cuda
             try:
                 with mode, cuda_kernels() if emulated else contextlib.nullcontext():
-                    step = Step(self.model, args, kwargs, self.precision, self.loss, device.type)
-                    return self._run(step, fake)
+                    for name, parameter in self.model.named_parameters():
+                        if name in (gradients or ()):
+                            parameter.grad = torch.empty_like(parameter)
+                    step = Step(self.model, args, kwargs, targets, self.precision, self.loss, device.type)
+                    recorder = Recorder(self.model, watch=watch, cost=cost)
+                    recorder.note_inputs(args, kwargs, targets)
+                    return self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
             finally:
                 undo()
 
-    def _run(self, step: Step, fake: FakeModel) -> tuple[Trace, int | None, list[str]]:
+    def _record(
+        self, step: Step, fake: FakeModel, recorder: Recorder, with_optimizer: bool, micro_batches: int
+    ) -> Simulated:
         notes: list[str] = []
-        recorder = Recorder(self.model)
-        recorder.note_inputs(step.args, step.kwargs)
         if self.mode == "inference":
             with recorder, _explained(self.model):
                 output = step.infer()
             trace = recorder.finish()
             del output
-            return trace, None, notes
-        optimizer = _optimizers.build(self.optimizer, fake.parameters, foreach=self.device_type == "cuda")
+            return Simulated(trace, recorder.marks, frozenset(), None, notes)
+        optimizer = None
+        if with_optimizer:
+            optimizer = _optimizers.build(self.optimizer, fake.parameters, foreach=self.device_type == "cuda")
         with recorder:
             with _explained(self.model):
                 # The second micro-batch meets the gradients of the first; a third would be like the second.
-                for _ in range(min(self.accumulation, 2)):
+                for _ in range(min(self.accumulation, micro_batches)):
                     step.train()
+            gradients = frozenset(n for n, p in self.model.named_parameters() if p.grad is not None)
             start = stop = len(recorder.trace.events)
             if optimizer is not None:
                 stop = self._optimizer_steps(optimizer, recorder, notes)
                 optimizer.zero_grad()
-        trace = recorder.finish()
-        if stop == start:
-            return trace, None, notes
-        first_peak = _peak(trace, stop)
-        return trace.steady(start, stop), first_peak, notes
+        trace, first_peak = recorder.finish(), None
+        if stop != start:
+            first_peak = _peak(trace, stop)
+            trace = trace.steady(start, stop)
+        return Simulated(trace, recorder.marks, gradients, first_peak, notes)
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, recorder: Recorder, notes: list[str]) -> int:
-        """Takes the optimizer step that makes the states and another one; the number of the event between
-
-        them.
-        """
+        """Takes the optimizer step that makes the states, then another; the number of the event between."""
         name = type(optimizer).__name__
         known = _optimizers.known_state(optimizer)
         if known is None:
@@ -212,8 +252,7 @@ class Setting:
                 if size is None:
                     notes.append(
                         f"the states of {name} are unknown and counted as nothing: its step runs neither on "
-                        "fake "
-                        f"tensors ({type(problem).__name__}: {problem}) nor on CPU stand-ins"
+                        f"fake tensors ({type(problem).__name__}: {problem}) nor on CPU stand-ins"
                     )
                     return len(recorder.trace.events)
                 notes.append(f"the states of {name} were counted after one real step on CPU stand-ins")
@@ -232,20 +271,13 @@ class Setting:
         """
         from fastamp.memory.track import Tracking
 
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-            raise NotTraceable(f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake).")
+        self.check_real(why)
         model = copy.deepcopy(self.model)
-        if self.precision.parameters is not None:
-            model.to(self.precision.parameters)
-        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        optimizer = _optimizers.build(self.optimizer, {id(old): new for old, new in pairs}, foreach=False)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (self.args, self.kwargs))
-        step = Step(model, args, kwargs, self.precision, self.loss, device.type)
+        step, optimizer = self.real_step(model)
+        inputs = (step.args, step.kwargs, step.targets)
         _blocks.apply(model, treatments)
         if self.mode == "inference":
-            with Tracking(model, inputs=(args, kwargs)) as report:
+            with Tracking(model, inputs=inputs) as report:
                 output = step.infer()
             del output
         else:
@@ -253,7 +285,7 @@ class Setting:
                 step.train()
                 optimizer.step()
                 optimizer.zero_grad()
-            with Tracking(model, optimizer, inputs=(args, kwargs)) as report:
+            with Tracking(model, optimizer, inputs=inputs) as report:
                 for _ in range(min(self.accumulation, 2)):
                     step.train()
                 if optimizer is not None:
@@ -262,14 +294,27 @@ class Setting:
         report.notes.append(f"measured on a copy of the model, for fake tensors could not run it: {why}")
         return self._titled(report, treatments)
 
-    # --- words ---
+    def check_real(self, why: str) -> None:
+        """Raises NotTraceable if the model has no real parameters to run with."""
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in (*self.model.parameters(), *self.model.buffers())):
+            raise NotTraceable(f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake).")
 
-    def report(
-        self, trace: Trace, treatments: Mapping[str, str], first_peak: int | None, notes: list[str]
-    ) -> MemoryReport:
-        report = fill(MemoryReport(first_step_peak=first_peak, notes=notes), trace)
-        report.device = self.device_type
-        return self._titled(report, treatments)
+    def real_step(self, model: nn.Module) -> tuple[Step, torch.optim.Optimizer | None]:
+        """This step for a real copy of the model, on the copy's device, and its optimizer."""
+        if self.precision.parameters is not None:
+            model.to(self.precision.parameters)
+        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
+        optimizer = _optimizers.build(self.optimizer, {id(old): new for old, new in pairs}, foreach=False)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+        def moved(tensor: Tensor) -> Tensor:
+            dtype = self.precision.parameters if tensor.is_floating_point() else None
+            return tensor.to(device, dtype) if dtype is not None else tensor.to(device)
+
+        args, kwargs, targets = pytree.tree_map_only(Tensor, moved, (self.args, self.kwargs, self.targets))
+        return Step(model, args, kwargs, targets, self.precision, self.loss, device.type), optimizer
+
+    # --- words ---
 
     def _titled(self, report: MemoryReport, treatments: Mapping[str, str]) -> MemoryReport:
         report.parameters, report.regime = describe_parameters(self.model, self.mode, self.precision)
@@ -335,14 +380,12 @@ def _reason(problem: Exception) -> str:
     if isinstance(problem, DataDependentOutputException):
         return (
             f"{text} reads a value (as .item(), bool() and if do), and fake tensors have none. Measure it "
-            "with "
-            "fastamp.memory.track or fallback='measure'."
+            "with fastamp.memory.track or fallback='measure'."
         )
     if isinstance(problem, DynamicOutputShapeException):
         return (
             f"the shape of what {text} returns depends on values, and fake tensors have none. Measure it "
-            "with "
-            "fastamp.memory.track or fallback='measure'."
+            "with fastamp.memory.track or fallback='measure'."
         )
     if isinstance(problem, UnsupportedFakeTensorException):
         return f"{text}. Measure it with fastamp.memory.track or fallback='measure'."
@@ -377,8 +420,7 @@ def describe_parameters(model: nn.Module, mode: str, precision: Precision) -> tu
 
 
 def adapter_rank(trained: list[nn.Parameter]) -> int | None:
-    """The rank of low-rank adapters, if that is most of what trains: matrices whose one side is the same
-    small number.
+    """The rank of low-rank adapters, if most of what trains is matrices with one small side.
 
     Small is at most an eighth of the other side.
     """

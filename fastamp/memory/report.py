@@ -98,9 +98,9 @@ class MemoryReport:
 
     source: "estimated" or "measured".         regime: what is trained, in words.
     device: whose memory this is.              whole: the most of each category in the step.
-    peak: where the sum is highest.            first_step_peak: the first step's, before optimizer states
-    exist.
+    peak: where the sum is highest.            first_step_peak: the first step's, before optimizer states exist.
     activations_by_module, activations_by_kind: what forward leaves for backward; by the module that made it.
+    other_devices: the most bytes on each other device; offloaded activations are on "host (offloaded)".
     cuda: what the CUDA caching allocator makes of the step (simulated).
     measured: what the device's own counters said (a live run): allocated, reserved, resident bytes.
     """
@@ -198,12 +198,11 @@ class MemoryReport:
         if self.seconds is not None:
             yield f"Recorded time: {self.seconds * 1e3:,.1f} ms (recording slows the step)."
         for device, size in self.other_devices.items():
-            yield f"Elsewhere: {format_bytes(size)} on {device}."
+            yield f"Elsewhere: at most {format_bytes(size)} on {device}."
         if self.cuda is not None:
             yield (
                 f"CUDA caching allocator (simulated): {format_bytes(self.cuda.allocated)} allocated after "
-                "rounding, "
-                f"{format_bytes(self.cuda.reserved)} reserved,"
+                f"rounding, {format_bytes(self.cuda.reserved)} reserved,"
             )
             yield (
                 f"  so {format_bytes(self.cuda.fragmentation)} is the margin for fragmentation; with "
@@ -279,11 +278,8 @@ def fill(report: MemoryReport, trace: Trace, samples: int = 2000) -> MemoryRepor
     report.whole["activations"] = sum(size for _, size in held)
     report.activations_by_module = _summed((block.module, size) for block, size in held)
     report.activations_by_kind = _summed((kind_of(block.op), size) for block, size in held)
-    others: dict[str, int] = defaultdict(int)
-    for block in trace.blocks():
-        if block.device != device and block.died is None:
-            others[block.device] += block.bytes
-    report.other_devices = dict(others)
+    others = {block.device for block in trace.blocks()} - {device}
+    report.other_devices = {other: max(sum(now.values()) for now in trace.totals(other)) for other in sorted(others)}
     report.cuda = place(best, _actions(trace, device))
     return report
 
