@@ -82,7 +82,7 @@ def checkpoint(
         offload: "cpu" moves what `storage` keeps of CUDA activations and masks (after coding, also with
             "exact") to pinned host memory, on a stream of its own; backward fetches it back one ahead. For
             tensors in host memory it does nothing. Saved-tensor hooks do not see these. Non-reentrant only.
-        kwargs: passed to `function`.
+        args, kwargs: passed to `function`: tensors of any shape and dtype, containers of them, anything else.
 
     Beyond torch: tensors in kwargs and in nested containers (lists, tuples, dicts and whatever else is
     registered with `torch.utils._pytree`) are kept like positional ones, so saved-tensor hooks see them and
@@ -131,14 +131,18 @@ def checkpoint_sequential(
 
     Args:
         functions: an `nn.Sequential` or a sequence of modules and functions, each taking the previous one's
-        output.
+            output.
         segments: number of chunks, between 1 and `len(functions)`.
-        input: what the first function takes.
+        input: what the first function takes: a tensor of any shape and dtype, or anything else.
+        use_reentrant: see `checkpoint`.
         keyframe_every: for the difference formats of `storage`, see `checkpoint_stack`.
         kwargs: `preserve_rng_state`, and any other of `checkpoint`'s own keywords; `storage` may also be one
             of `checkpoint_stack`'s difference formats.
 
-    Raises ValueError for an unknown keyword and for a number of segments that does not fit.
+    Raises:
+        ValueError: an unknown keyword, a number of segments that does not fit; and as `checkpoint`.
+
+    Does not synchronise with a device, except as `checkpoint` does.
     """
     unknown = kwargs.keys() - _OWN_ARGUMENTS
     if unknown:
@@ -177,20 +181,27 @@ def checkpoint_stack(
     """Run `x = block(x, *args, **kwargs)` for each block, each checkpointed, and return the last x.
 
     Like calling `checkpoint` on each, but what is kept of one block's input can be relative to the one before
-    it:
+    it. With "delta-int8" and "delta-int4" that is the difference between a block's input and what decoding
+    gives for the one before, block-quantised: made for residual blocks, where differences are small, so that
+    the error is several times smaller than that of "int8" and "int4" at the same size. Every `keyframe_every`
+    inputs one is coded by itself (as int8 with an int8 correction; for int4 as int8); decoding an input reads
+    the codes back to the last such keyframe, whatever the order of backward. Forward holds one decoded input
+    besides.
 
-    storage:
-        "delta-int8", "delta-int4": the difference between a block's input and what decoding gives for the one
-            before, block-quantised. Made for residual blocks, where differences are small: the error is
-            several times smaller than that of "int8" and "int4", at the same size. Every `keyframe_every`
-            inputs one is coded by itself (as int8 with an int8 correction; for int4 as int8); decoding an
-            input reads the codes back to the last such keyframe, whatever the order of backward. Forward
-            holds one decoded input besides. Only x is coded so, and only where it is a float32, float16 or
-            bfloat16 activation of 4 KiB or more; everything else is kept as it is (bool masks as bits).
-        anything else that `checkpoint` takes.
-    keyframe_every: at least 1, which makes every input a keyframe.
+    Args:
+        blocks: modules or functions, each taking the previous one's output and `args` and `kwargs`.
+        x: what the first block takes. Differences are coded of float32, float16 or bfloat16 activations of
+            4 KiB or more, of any shape; everything else is kept as it is (bool masks as bits).
+        args, kwargs: passed to every block.
+        storage: "delta-int8", "delta-int4", or anything that `checkpoint` takes.
+        keyframe_every: at least 1, which makes every input a keyframe.
+        use_reentrant, preserve_rng_state, context_fn, determinism_check: see `checkpoint`.
+        debug, early_stop, respect_saved_tensors_hooks, offload: see `checkpoint`.
 
-    The other keywords are those of `checkpoint`. Raises as it does, and ValueError for `keyframe_every`.
+    Raises:
+        ValueError: a `keyframe_every` that is no integer of at least 1; and as `checkpoint`.
+
+    Does not synchronise with a device, except as `checkpoint` does.
     """
     config = _configuration(
         use_reentrant=use_reentrant,

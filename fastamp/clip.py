@@ -32,15 +32,15 @@ def clip_grad_norm_(
     synchronises with the device unless ``error_if_nonfinite`` is set.
 
     The norm is summed in another order than torch's, and in float32 (float64 if all gradients are float64)
-    where
-    torch rounds the norm of each float16 or bfloat16 gradient to that dtype: expect agreement with torch to a
-    few units in the last place, not bit for bit. With ``norm_type`` other than 2 the norm is torch's own.
+    where torch rounds the norm of each float16 or bfloat16 gradient to that dtype: expect agreement with
+    torch to a few units in the last place, not bit for bit. With ``norm_type`` other than 2 the norm is torch's own.
 
     Sparse gradients, tensor subclasses such as DTensor and devices without fastamp kernels take torch's
     function.
 
     Args:
-        parameters: tensors of any shape whose ``.grad`` is clipped, or one tensor.
+        parameters: tensors of any shape and floating or complex dtype whose ``.grad`` is clipped, or one
+            tensor.
         max_norm: largest norm to leave. 0 zeroes the gradients, ``inf`` only computes the norm.
         norm_type: order of the norm, ``inf`` included.
         error_if_nonfinite: raise if the total norm is NaN or infinite, before any gradient is written.
@@ -48,7 +48,8 @@ def clip_grad_norm_(
         foreach: handed to torch where its function is taken; otherwise without effect.
 
     Returns:
-        The total norm, 0-dim, on the device of the first gradient. 0 if there are no gradients.
+        The total norm, 0-dim, float32 (float64 if all gradients are float64), on the device of the first
+        gradient. 0 if there are no gradients.
 
     Raises:
         ValueError: ``max_norm`` is NaN or negative, or ``norm_type`` is NaN.

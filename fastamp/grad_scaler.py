@@ -156,7 +156,16 @@ class GradScaler(torch.amp.GradScaler):
 
         Can be called inside a function that ``torch.compile`` compiles, without a graph break. No sync.
 
+        Args:
+            outputs: a tensor of any floating dtype and shape, usually the 0-dim loss, or an iterable of such
+                tensors. The first call makes the scale on its device.
+
+        Returns:
+            ``outputs`` times the scale, differentiable, in the same nesting. Dtypes are those of a product
+            with a 0-dim float32: a 0-dim float16 loss gives float32, other float16 tensors stay float16.
+
         Raises:
+            ValueError: ``outputs`` is neither a tensor nor an iterable (as torch).
             RuntimeError: called under ``torch.export``, which would freeze the scale to its present value.
         """
         if torch.compiler.is_exporting():
@@ -197,16 +206,18 @@ class GradScaler(torch.amp.GradScaler):
         return scale
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor that the scale grows by. Raises ValueError unless it is a positive number."""
+        """Sets the factor that the scale grows by. Raises ValueError unless ``new_factor`` is a positive
+        number."""
         super().set_growth_factor(_check_positive("new_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor that the scale is backed off by. Raises ValueError unless it is a positive
-        number."""
+        """Sets the factor that the scale is backed off by. Raises ValueError unless ``new_factor`` is a
+        positive number."""
         super().set_backoff_factor(_check_positive("new_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of clean steps that make the scale grow. Raises ValueError if it is negative."""
+        """Sets the number of clean steps that make the scale grow. Raises ValueError if ``new_interval`` is
+        negative."""
         super().set_growth_interval(_check_interval(new_interval))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -280,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the optimizer's gradients by the scale, in place, and notes whether any is NaN or infinite.
 
         As :meth:`torch.amp.GradScaler.unscale_`: gradients are multiplied by float32(1 / scale), and left
-        untouched at a scale of 1. No sync.
+        untouched at a scale of 1. The flag is kept until ``update``. No sync.
 
         Raises:
             AssertionError: ``scale()`` has not been called yet.
@@ -668,8 +679,8 @@ class GradScaler(torch.amp.GradScaler):
         return self._history is not None and self._history.any_skipped(self._history.steps.values())
 
     def step_was_skipped_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """:attr:`step_was_skipped` for one optimizer of several. False if it took no part in the last
-        iteration."""
+        """:attr:`step_was_skipped` for one optimizer of several; synchronises as that does. False if it took
+        no part in the last iteration."""
         if self._history is None or id(optimizer) not in self._history.steps:
             return False
         return self._history.any_skipped([self._history.steps[id(optimizer)]])
@@ -751,8 +762,8 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of torch's scaler or of this one. Policies that the state does not hold stay as they
-        are.
+        """Loads what ``state_dict()`` of torch's scaler or of this one gave. Policies that the state does not
+        hold stay as they are. No sync.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler's is (as torch).

@@ -27,13 +27,14 @@ __all__ = [
 
 
 class Observer:
-    """What can be watched. Methods are called on the thread that does the work and must not raise."""
+    """What can be watched: subclass it and override what is wanted. Methods are called on the thread that does
+    the work and must not raise."""
 
     def begin(self, name: str) -> None:
         """Work of this name begins."""
 
     def end(self, name: str) -> None:
-        """The work that began last on this thread has ended, also where it raised."""
+        """Work of this name, which began last on this thread, has ended, also where it raised."""
 
     def updated(self, scaler: Any) -> None:
         """`scaler.update()` has ended an iteration."""
@@ -47,7 +48,7 @@ _observers: tuple[Observer, ...] = ()
 
 
 def add_observer(observer: Observer) -> None:
-    """Has `observer` called from now on."""
+    """Has `observer` called from now on, for all threads. Does nothing if it is already."""
     global _observers
     if observer not in _observers:
         _observers = (*_observers, observer)
@@ -79,7 +80,7 @@ _UNWATCHED = contextlib.nullcontext()
 
 
 def span(name: str) -> contextlib.AbstractContextManager[None]:
-    """`with span(name):` marks work for whoever watches."""
+    """`with span(name):` marks work for whoever watches. Nothing synchronises."""
     observers = _observers
     return _Span(name, observers) if observers else _UNWATCHED  # type: ignore[return-value]
 
@@ -130,6 +131,7 @@ def disable_nvtx() -> None:
 
 
 def nvtx_enabled() -> bool:
+    """Whether the ranges are in effect."""
     return _nvtx in _observers
 
 

@@ -150,19 +150,16 @@ class Bytes:
 class StorageStats:
     """What a region kept. `print(stats)` shows it as a table. All sizes are in bytes.
 
-    kinds: by name a `Bytes`, summed up over the region:
-        "parameters"   leaves that require a gradient: no memory of their own, and not part of the totals
-        "duplicates"   tensors whose memory was saved before; before is their own size. Plain autograd shares
-                       that memory too, so neither are they part of the totals
-        "masks"        bits
-        "int8", ...    the payloads of each format
-        "scales"       what the formats need besides
-        "kept"         kept as they are
-    before, after: totals. A memory of which only a part was saved counts as a whole, as plain autograd would
-        hold it.
-    held, peak_held: what is held now and at most so far, of what `after` counts.
-    peak_unpacked: the most that backward had decoded at a time. It comes on top of what is held.
-    offloaded: what of `after` went to host memory.
+    Attributes:
+        kinds: by name an object with `count` (tensors), `before` and `after` (bytes), summed up over the region.
+            "parameters" are leaves that require a gradient: no memory of their own, and not part of the
+            totals. "duplicates" are tensors whose memory was saved before; `before` is their own size. Plain
+            autograd shares that memory too, so neither are they part of the totals. "masks" are bits; "int8"
+            and so on the payloads of each format; "scales" what the formats need besides; "kept" is kept as
+            it is.
+        held, peak_held: what is held now and at most so far, of what `after` counts.
+        peak_unpacked: the most that backward had decoded at a time. It comes on top of what is held.
+        offloaded: what of `after` went to host memory.
     """
 
     def __init__(self) -> None:
@@ -177,10 +174,13 @@ class StorageStats:
 
     @property
     def before(self) -> int:
+        """What plain autograd would hold, in total. A memory of which only a part was saved counts as a whole,
+        as plain autograd would hold it."""
         return sum(kind.before for kind in self._totalled())
 
     @property
     def after(self) -> int:
+        """What is held in place of it."""
         return sum(kind.after for kind in self._totalled())
 
     @property

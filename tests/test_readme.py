@@ -22,9 +22,3 @@ def test_first_blocks_are_the_two_commands():
     assert "fastamp demo" in blocks[0] and "pytest" in blocks[1]
     for block in blocks[:2]:
         assert "python3 -m venv" in block and "pip install" in block, "each command starts from nothing"
-
-
-def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

@@ -62,6 +62,8 @@ class MixedPrecision(_precision.MixedPrecision):  # type: ignore[name-defined]
         super().__init__(precision, device, _scaler(precision, device, scaler, policies))
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Lightning's hook: clips the optimizer's gradients to `clip_val`, by norm or by value as
+        `gradient_clip_algorithm` says. No sync."""
         if clip_val <= 0 or not isinstance(self.scaler, GradScaler):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif not _has_gradients(optimizer):
@@ -87,6 +89,7 @@ class FabricMixedPrecision(_fabric_precision.MixedPrecision):  # type: ignore[na
         super().__init__(precision, device, _scaler(precision, device, scaler, policies))
 
     def unscale_gradients(self, optimizer: Any) -> None:
+        """Fabric's hook: unscales the optimizer's gradients, a fused one's too. No sync."""
         if isinstance(self.scaler, GradScaler):
             self.scaler.unscale_(optimizer)
         else:

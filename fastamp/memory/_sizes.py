@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def parse_bytes(value: int | float | str, name: str = "budget") -> int:
-    """Bytes of "10GB", "10 GiB", "512 MiB", "80g", "1_000_000", "1.5e9" or a plain number.
+    """The bytes that `value` means: "10GB", "10 GiB", "512 MiB", "80g", "1_000_000", "1.5e9" or a plain number.
 
     kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB, TiB and the bare letters k, m, g, t powers of 1024
     (as nvidia-smi, PyTorch and container runtimes mean them). Upper and lower case are the same.

@@ -94,15 +94,26 @@ class Parameters:
 
 @dataclass
 class MemoryReport:
-    """Bytes of memory in one step; made by `estimate` and `track`.
+    """The memory of one step, in bytes; made by `estimate` and `track`. `print(report)` shows it as a table.
 
-    source: "estimated" or "measured".         regime: what is trained, in words.
-    device: whose memory this is.              whole: the most of each category in the step.
-    peak: where the sum is highest.            first_step_peak: the first step's, before optimizer states exist.
-    activations_by_module, activations_by_kind: what forward leaves for backward; by the module that made it.
-    other_devices: the most bytes on each other device; offloaded activations are on "host (offloaded)".
-    cuda: what the CUDA caching allocator makes of the step (simulated).
-    measured: what the device's own counters said (a live run): allocated, reserved, resident bytes.
+    Attributes:
+        source: "estimated" or "measured".
+        title: model, precision, optimizer and device, in words.
+        regime: what is trained, in words.
+        device: whose memory this is.
+        parameters: bytes and numbers of parameters: `bytes`, `count`, `trainable_bytes`, `trainable_count`,
+            `frozen_bytes`.
+        whole: the most of each category in the step.
+        peak: where the sum is highest: `bytes`, `phase`, `module`, `op`, `breakdown` by category, `holders`.
+        first_step_peak: the first step's, before optimizer states exist; None if not known.
+        activations_by_module, activations_by_kind: what forward leaves for backward, by the module that made
+            it and by the kind of operator.
+        cuda: what the CUDA caching allocator makes of the step (simulated).
+        measured: what the device's own counters said (a live run): allocated, reserved, resident bytes.
+        other_devices: the most bytes on each other device; offloaded activations are on "host (offloaded)".
+        seconds: recorded time of a live run.
+        timeline: the bytes of each category over the step.
+        notes: what the reader of the numbers should know.
     """
 
     source: str = "estimated"
@@ -126,25 +137,27 @@ class MemoryReport:
 
     @property
     def activations(self) -> int:
+        """What forward leaves for backward."""
         return self.whole["activations"]
 
     @property
     def gradients(self) -> int:
+        """The most that gradients of parameters take."""
         return self.whole["gradients"]
 
     @property
     def optimizer_states(self) -> int:
+        """The most that the optimizer's states take."""
         return self.whole["optimizer states"]
 
     @property
     def temporaries_at_peak(self) -> int:
+        """Temporaries and recomputed activations at the peak."""
         return self.peak.breakdown["temporaries"] + self.peak.breakdown["recomputed"]
 
     def by_module(self, depth: int = 2) -> dict[str, int]:
-        """Activation bytes of modules, those deeper than `depth` names added to their ancestor; largest
-
-        first.
-        """
+        """Activation bytes by module, largest first; modules deeper than `depth` names are added to their
+        ancestor."""
         return _summed((".".join(name.split(".")[:depth]), size) for name, size in self.activations_by_module.items())
 
     # --- writing it ---
@@ -166,9 +179,11 @@ class MemoryReport:
         return text
 
     def plot(self, path: str | Path) -> None:
-        """Draws the stacked timeline of the step into a picture (.png, .svg, .pdf). Needs matplotlib.
+        """Draws the stacked timeline of the step into the picture `path` (.png, .svg, .pdf). Needs matplotlib.
 
-        Raises ImportError if matplotlib is missing, ValueError for a report without a timeline.
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: the report has no timeline.
         """
         from fastamp.memory._plot import draw
 

@@ -22,9 +22,8 @@ def track(model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_ev
     The report is filled when the block ends, also when it ends with an exception. Everything is counted that
     operators allocate, on any device, by what it is for: parameters, gradients, optimizer states,
     activations, temporaries. What a kernel allocates and frees within itself is not seen; `report.measured`
-    has the device's own
-    counters beside it: on CUDA bytes allocated and reserved at most (the difference is fragmentation), on the
-    CPU the growth of the resident set.
+    has the device's own counters beside it: on CUDA bytes allocated and reserved at most (the difference is
+    fragmentation), on the CPU the growth of the resident set.
 
     Recording costs tens of microseconds an operator, keeps nothing alive and does not synchronise. Optimizer
     states that exist already are counted from the start, so the first step and later ones differ.
@@ -36,8 +35,12 @@ def track(model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_ev
             from the operator that first reads it.
         rss_every: seconds between looks at the resident set (CPU only); None to leave that out.
 
-    Raises TypeError for a model that is no module or an optimizer that is none, RuntimeError if tracks are
-    nested.
+    Returns:
+        A context manager; entering it gives the `MemoryReport`, which is filled on leaving.
+
+    Raises:
+        TypeError: a model that is no module, an optimizer that is none.
+        RuntimeError: tracks are nested.
     """
     return Tracking(model, optimizer, inputs=inputs, rss_every=rss_every)
 
