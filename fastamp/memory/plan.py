@@ -1,0 +1,495 @@
+"""`plan`: the fastest way to fit a training step into a memory budget."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fastamp.memory import _blocks
+from fastamp.memory._cost import Rates, rates_of
+from fastamp.memory._profile import (
+    Choice,
+    NotAStack,
+    StepCost,
+    between,
+    cheapest,
+    front,
+    least,
+    lumped_cost,
+    step_cost,
+)
+from fastamp.memory._simulate import NotTraceable
+from fastamp.memory._sizes import format_bytes, parse_bytes
+from fastamp.memory._trace import Trace
+from fastamp.memory.estimate import Setting
+from fastamp.memory.report import MemoryReport
+from fastamp.memory.track import Tracking
+
+# Costs of blocks are taken from steps in which all blocks are treated alike, so a mixed plan's peak can be
+# off by a little: plans up to this much above the budget are simulated as a whole before they are dismissed.
+_SLACK = 1.03
+
+
+class DoesNotFit(ValueError):
+    """No allowed plan fits the budget. `least`: the bytes that the smallest one needs."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a plan's step really took, beside what was predicted."""
+
+    peak: int
+    predicted_peak: int
+    seconds: float
+    predicted_seconds: float
+    report: MemoryReport
+
+
+@dataclass
+class Plan:
+    """How to run a step within a budget; made by `plan`.
+
+    treatments: of each block, "keep" where nothing is done.
+    micro_batch, accumulation: the batch is run in `accumulation` pieces of `micro_batch`, gradients adding up
+        (divide each piece's mean loss by `accumulation`).
+    predicted_peak: bytes, of the whole plan, simulated.    seconds: estimated time of the step (see `_cost`).
+    keep_peak, keep_seconds: the same for the step as it is, nothing treated, in one piece.
+    """
+
+    budget: int
+    treatments: dict[str, str]
+    micro_batch: int
+    accumulation: int
+    predicted_peak: int
+    seconds: float
+    keep_peak: int
+    keep_seconds: float
+    rates: str
+    notes: list[str] = field(default_factory=list)
+    _setting: Any = field(default=None, repr=False)
+    _undo: Callable[[], None] | None = field(default=None, repr=False)
+
+    def apply(self, model: nn.Module) -> None:
+        """Puts the treatments on the blocks of `model` (the planned one or one built alike).
+
+        The blocks' `forward` is replaced on the instances; parameters, hooks and state dicts stay as they are.
+        Cutting batches is left to the loop: see `split`.
+
+        Raises RuntimeError if the plan is applied already, ValueError if `model` lacks one of the blocks.
+        """
+        if self._undo is not None:
+            raise RuntimeError("this plan is applied already: call undo() first")
+        modules = dict(model.named_modules())
+        missing = [name for name in self.treatments if name not in modules]
+        if missing:
+            raise ValueError(f"apply: {type(model).__name__} has no module called {missing[0]!r}")
+        self._undo = _blocks.apply(model, self.treatments)
+
+    def undo(self) -> None:
+        """Takes the treatments off again. Raises RuntimeError if the plan is not applied."""
+        if self._undo is None:
+            raise RuntimeError("this plan is not applied")
+        self._undo()
+        self._undo = None
+
+    def split(self, batch: Any) -> Iterator[Any]:
+        """The micro-batches of a batch: tensors as long as the first one are cut, everything else is repeated."""
+        size = _batch_size(batch)
+        for start in range(0, size, self.micro_batch):
+            yield _sliced(batch, size, start, min(size, start + self.micro_batch))
+
+    def verify(self, repeats: int = 3) -> Verification:
+        """Runs the planned step for real, on a copy of the model, and measures its peak and its time.
+
+        Needs room for a second copy of the parameters. The time is the median of `repeats` unrecorded steps.
+
+        Raises NotTraceable if the model has no real parameters.
+        """
+        setting: Setting = self._setting
+        report, seconds = measure(setting, self, repeats)
+        return Verification(report.peak.bytes, self.predicted_peak, seconds, self.seconds, report)
+
+    def estimate(self) -> MemoryReport:
+        """The full report of the planned step, on fake tensors."""
+        setting: Setting = self._setting
+        return setting.simulate(self.treatments)
+
+    def as_dict(self) -> dict[str, Any]:
+        names = (
+            "budget",
+            "treatments",
+            "micro_batch",
+            "accumulation",
+            "predicted_peak",
+            "seconds",
+            "keep_peak",
+            "keep_seconds",
+            "rates",
+            "notes",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self, times: bool = True) -> str:
+        """The plan in words; without estimated times if `times` is false."""
+        slower = f", {self.seconds / self.keep_seconds:.2f} x the time of the step as it is" if times else ""
+        lines = [
+            f"Plan for {format_bytes(self.budget)}: peak {format_bytes(self.predicted_peak)}{slower} "
+            f"(as it is: {format_bytes(self.keep_peak)})."
+        ]
+        if self.accumulation > 1:
+            lines.append(f"  batch: {self.accumulation} micro-batches of {self.micro_batch}")
+        for treatment, run in itertools.groupby(self.treatments.items(), key=lambda item: item[1]):
+            names = [name for name, _ in run]
+            span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} blocks)"
+            lines.append(f"  {span}: {treatment}")
+        if times:
+            lines.append(f"  times are estimates; rates {self.rates}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: int | float | str,
+    *,
+    optimizer: Any = "adamw",
+    precision: str | torch.dtype | None = None,
+    mode: str = "train",
+    loss: Callable[..., Tensor] | None = None,
+    targets: Any = None,
+    device: str | torch.device | None = None,
+    options: Sequence[str] = ("keep", "checkpoint"),
+    micro_batches: bool = True,
+    blocks: Any = None,
+    margin: float | None = None,
+) -> Plan:
+    """The fastest combination of treatments of blocks and micro-batches whose peak fits `budget`.
+
+    For a stack of blocks run one after another the choice is exact for the costs at hand (dynamic
+    programming); each block's costs come from simulated steps on fake tensors. The plan returned was
+    simulated as a whole, and that is its `predicted_peak`. More budget never gives a slower plan.
+
+    Args:
+        budget: bytes, as a number or in any usual spelling ("10GB", "10 GiB").
+        options: what a block may be treated with: "keep", "checkpoint", "offload" (to host memory; CUDA
+            only), and with approximate gradients "checkpoint:FORMAT" and "store:FORMAT" for the formats of
+            `fastamp.storage`. The default changes no gradient.
+        micro_batches: whether the batch may be cut. Only into equal parts, along the first dimension.
+        blocks: the modules to treat, see `estimate`'s `checkpoint`; by default the repeated blocks found.
+        margin: part of the budget to leave free for what the allocator loses; 0.05 for CUDA, 0 for the CPU by
+            default.
+        others: as for `estimate`.
+
+    Raises:
+        DoesNotFit: (a ValueError) nothing allowed fits; it says what the least is.
+        NotTraceable: fake tensors cannot run the model.
+        TypeError, ValueError: for arguments that are wrong.
+    """
+    budget = parse_bytes(budget)
+    return Planner(
+        model,
+        example_inputs,
+        optimizer=optimizer,
+        precision=precision,
+        mode=mode,
+        loss=loss,
+        targets=targets,
+        device=device,
+        options=options,
+        micro_batches=micro_batches,
+        blocks=blocks,
+        margin=margin,
+    ).plan(budget)
+
+
+class Planner:
+    """Plans for several budgets from one set of simulations. The arguments are those of `plan`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        optimizer: Any = "adamw",
+        precision: str | torch.dtype | None = None,
+        mode: str = "train",
+        loss: Callable[..., Tensor] | None = None,
+        targets: Any = None,
+        device: str | torch.device | None = None,
+        options: Sequence[str] = ("keep", "checkpoint"),
+        micro_batches: bool = True,
+        blocks: Any = None,
+        margin: float | None = None,
+    ) -> None:
+        if mode == "inference":
+            raise ValueError("plan: inference keeps nothing to plan for; see estimate(mode='inference')")
+        self.setting = Setting(model, example_inputs, optimizer, precision, mode, 1, loss, targets, device)
+        self.options = _checked_options(options, self.setting.device_type)
+        if margin is not None and not 0 <= margin < 1:
+            raise ValueError(f"margin must be a fraction from 0 to below 1, got {margin}")
+        self.margin = (0.05 if self.setting.device_type == "cuda" else 0.0) if margin is None else margin
+        if blocks is None:
+            self.blocks = _blocks.find_blocks(model)
+        else:
+            self.blocks = _blocks.chosen_blocks(model, blocks, "blocks")
+        self.notes: list[str] = []
+        if not self.blocks:
+            self.options = ["keep"]
+            self.notes.append("no repeated blocks were found, so none is treated: name them with blocks=")
+        self.rates: Rates = rates_of(self.setting.device_type)
+        self.batch = _batch_size((self.setting.args, self.setting.kwargs))
+        self.micro_batches = micro_batches and self.batch > 1
+        self._costs: dict[int, dict[str, StepCost]] = {}
+        self._peaks: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._lumped = not self.blocks
+        self._simulate_optimizer()
+        try:
+            self._costs_of(1)
+        except NotAStack as problem:
+            self._lumped = True
+            self.notes.append(f"all blocks are treated alike: {problem}")
+            self._costs_of(1)
+
+    # --- simulations ---
+
+    def _setting_for(self, pieces: int) -> Setting:
+        """The setting of one micro-batch, of which there are `pieces`."""
+        if pieces == 1:
+            return self.setting
+        size = self.batch // pieces
+        setting = copy.copy(self.setting)
+        setting.accumulation = pieces
+        setting.args, setting.kwargs, setting.targets = _sliced(
+            (self.setting.args, self.setting.kwargs, self.setting.targets), self.batch, 0, size
+        )
+        return setting
+
+    def _simulate_optimizer(self) -> None:
+        run = self.setting.run({}, cost=self.rates.cost)
+        self.notes += run.notes
+        self._gradients = run.gradients
+        device = run.trace.main_device()
+        self._states = sum(
+            b.bytes for b in run.trace.blocks() if b.category == "optimizer states" and b.device == device
+        )
+        self._optimizer_peak = 0
+        began = ended = 0.0
+        for event, now in zip(run.trace.events, run.trace.totals(device), strict=True):
+            if event.phase == "optimizer":
+                self._optimizer_peak = max(self._optimizer_peak, sum(now.values()))
+                ended = event.seconds
+            elif event.phase != "before":
+                began = event.seconds
+        # Two steps were simulated, one of which made the states.
+        self._optimizer_seconds = max(0.0, ended - began) / 2
+
+    def _run(self, treatments: dict[str, str], pieces: int) -> tuple[Trace, list[Any]]:
+        run = self._setting_for(pieces).run(
+            treatments,
+            optimizer=False,
+            gradients=self._gradients if pieces > 1 else None,
+            watch=self.blocks,
+            cost=self.rates.cost,
+        )
+        return run.trace, run.marks
+
+    def _costs_of(self, pieces: int) -> dict[str, StepCost]:
+        """Costs of each treatment when the batch is cut into `pieces`."""
+        if pieces in self._costs:
+            return self._costs[pieces]
+        candidates = self._pieces()
+        if pieces == 1 or pieces in (candidates[1], candidates[-1]):
+            self._costs[pieces] = {option: self._cost_of(option, pieces) for option in self.options}
+        else:
+            large, small = candidates[1], candidates[-1]
+            share = (self.batch / pieces - self.batch / small) / (self.batch / large - self.batch / small)
+            low, high = self._costs_of(small), self._costs_of(large)
+            self._costs[pieces] = {option: between(low[option], high[option], share) for option in self.options}
+        return self._costs[pieces]
+
+    def _cost_of(self, option: str, pieces: int) -> StepCost:
+        trace, marks = self._run(dict.fromkeys(self.blocks, option), pieces)
+        if self._lumped:
+            return lumped_cost(trace).above(self._states)
+        order = [mark.name for mark in marks if mark.kind == "enter"]
+        if pieces == 1 and option == self.options[0] and sorted(order) == sorted(self.blocks):
+            self.blocks = order  # the order they run in, which need not be the model's
+        return step_cost(trace, marks, self.blocks).above(self._states)
+
+    def _treatments(self, choice: Choice) -> dict[str, str]:
+        chosen = choice.treatments * len(self.blocks) if self._lumped else choice.treatments
+        return dict(zip(self.blocks, chosen, strict=True))
+
+    def _pieces(self) -> list[int]:
+        """Into how many equal parts the batch may be cut."""
+        if not self.micro_batches:
+            return [1]
+        return [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+
+    def _peak(self, pieces: int, treatments: dict[str, str]) -> int:
+        """The peak of a whole plan, simulated."""
+        key = pieces, tuple(treatments.values())
+        if key not in self._peaks:
+            trace, _ = self._run(treatments, pieces)
+            device = trace.main_device()
+            highest = max(sum(now.values()) for now in trace.totals(device))
+            self._peaks[key] = max(highest + self._states, self._optimizer_peak)
+        return self._peaks[key]
+
+    def _seconds(self, pieces: int, choice: Choice) -> float:
+        return pieces * choice.seconds + self._optimizer_seconds
+
+    # --- the choice ---
+
+    def plan(self, budget: int | float | str) -> Plan:
+        """The fastest plan that fits `budget`. Raises DoesNotFit."""
+        allowed = parse_bytes(budget)
+        usable = math.floor(allowed * (1 - self.margin))
+        # Merged by time, so the first one that really fits is the fastest.
+        for seconds, pieces, choice in heapq.merge(
+            *(self._candidates(pieces, usable) for pieces in self._worth_cutting(usable)),
+            key=lambda candidate: candidate[:2],
+        ):
+            peak = self._peak(pieces, self._treatments(choice))
+            if peak <= usable:
+                return self._plan(allowed, pieces, choice, peak, seconds)
+        raise self._does_not_fit(allowed)
+
+    def _worth_cutting(self, usable: int) -> list[int]:
+        """Nothing is faster than the whole batch with the fastest treatment of each block, if that fits."""
+        fastest = cheapest(self._costs_of(1), math.inf)
+        assert fastest is not None
+        if fastest.peak <= usable * _SLACK and self._peak(1, self._treatments(fastest)) <= usable:
+            return [1]
+        return self._pieces()
+
+    def _candidates(self, pieces: int, usable: int) -> Iterator[tuple[float, int, Choice]]:
+        """Plans with this many pieces, fastest first, each with a lower peak than the one before.
+
+        A larger `usable` only puts more in front: what is behind stays, so more budget cannot give a slower plan.
+        """
+        try:
+            costs = self._costs_of(pieces)
+        except NotTraceable as problem:
+            note = f"the batch is not cut: the step does not run on a part of it ({problem})"
+            self.notes += [] if note in self.notes else [note]
+            return
+        for choice in front(costs, usable * _SLACK):
+            yield self._seconds(pieces, choice), pieces, choice
+        smallest = least(costs)
+        yield self._seconds(pieces, smallest), pieces, smallest
+
+    def _plan(self, budget: int, pieces: int, choice: Choice, peak: int, seconds: float) -> Plan:
+        keeping = self._costs_of(1).get("keep")
+        if keeping is None:
+            keeping = self._cost_of("keep", 1)
+        return Plan(
+            budget=budget,
+            treatments=self._treatments(choice),
+            micro_batch=self.batch // pieces,
+            accumulation=pieces,
+            predicted_peak=peak,
+            seconds=seconds,
+            keep_peak=self._peak(1, dict.fromkeys(self.blocks, "keep")),
+            keep_seconds=keeping.seconds + self._optimizer_seconds,
+            rates=self.rates.source,
+            notes=list(self.notes),
+            _setting=self._setting_for(pieces),
+        )
+
+    def _does_not_fit(self, budget: int) -> DoesNotFit:
+        found = []
+        for pieces in {1, self._pieces()[-1]}:
+            try:
+                choice = least(self._costs_of(pieces))
+            except NotTraceable:
+                continue
+            found.append((self._peak(pieces, self._treatments(choice)), pieces, choice))
+        peak, pieces, choice = min(found, key=lambda entry: entry[:2])
+        treatments = self._treatments(choice)
+        needed = math.ceil(peak / (1 - self.margin))
+        chosen = list(treatments.values())
+        counts = {name: chosen.count(name) for name in dict.fromkeys(chosen)}
+        how = ", ".join(f"{count} blocks {name}" for name, count in counts.items()) or "no blocks to treat"
+        if pieces > 1:
+            how += f", micro-batches of {self.batch // pieces}"
+        run = self._setting_for(pieces).simulate(treatments)
+        standing = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in run.peak.breakdown.items() if size > 0.02 * run.peak.bytes
+        )
+        missing = [o for o in ("checkpoint", "store:int8", "checkpoint:int8") if o not in self.options]
+        more = f" Options not allowed here: {', '.join(missing)}." if missing else ""
+        return DoesNotFit(
+            f"budget: {format_bytes(budget)} is less than the least that this step needs, {format_bytes(needed)} "
+            f"({needed:,} bytes: {how}). At that peak: {standing}.{more}",
+            needed,
+        )
+
+
+def measure(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
+    """A planned step for real, on a copy of the model: its record, and the median of unrecorded times."""
+    setting.check_real("verify")
+    model = copy.deepcopy(setting.model)
+    step, optimizer = setting.real_step(model)
+    undo = _blocks.apply(model, plan.treatments)
+    times = []
+
+    def run(pieces: int) -> None:
+        for _ in range(pieces):
+            step.train()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        run(plan.accumulation)
+        if setting.device_type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    inputs = (step.args, step.kwargs, step.targets)
+    with Tracking(model, optimizer, inputs=inputs) as report:
+        run(min(plan.accumulation, 2))
+    undo()
+    return report, sorted(times[1:])[(len(times) - 1) // 2]
+
+
+def _checked_options(options: Sequence[str], device_type: str) -> list[str]:
+    if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+        raise TypeError(f"options must be a sequence of treatments such as ('keep', 'checkpoint'), got {options!r}")
+    for option in options:
+        _blocks.check_treatment(option)
+    if "offload" in options and device_type == "cpu":
+        raise ValueError("options: 'offload' moves activations to host memory, and with device='cpu' they are there")
+    return list(dict.fromkeys(options))
+
+
+def _batch_size(batch: Any) -> int:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return 1
+
+
+def _sliced(batch: Any, size: int, start: int, stop: int) -> Any:
+    def cut(value: Any) -> Any:
+        return value[start:stop] if value.ndim and value.shape[0] == size else value
+
+    return pytree.tree_map_only(Tensor, cut, batch)
