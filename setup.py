@@ -47,6 +47,25 @@ def nvcc_release(cuda_home: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def find_toolkit() -> str | None:
+    """CUDA_HOME, or where nvcc on PATH belongs. torch takes the folder above nvcc's for that; where nvcc on PATH is a
+    wrapper, the compiler itself is asked where it lives."""
+    home = cpp_extension.CUDA_HOME
+    if not home or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or has_headers(home):
+        return home
+    try:
+        command = [str(Path(home) / "bin" / "nvcc"), "--dryrun", "-x", "cu", os.devnull]
+        printed = subprocess.run(command, capture_output=True, text=True).stderr
+    except OSError:
+        return home
+    top = re.search(r"^#\$ TOP=(.+)$", printed, re.MULTILINE)
+    return os.path.realpath(top[1]) if top else home
+
+
+def has_headers(home: str) -> bool:
+    return any((Path(folder) / "cuda_runtime.h").exists() for folder in (f"{home}/include", *toolkit_headers()))
+
+
 def wants_cuda() -> bool:
     """CUDA is built when nvcc is found and a GPU, FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST says so. Asked for and
     impossible, the build stops and says what is missing."""
@@ -54,7 +73,7 @@ def wants_cuda() -> bool:
     if force == "0":
         return False
     asked = force not in ("", "0") or bool(os.environ.get("TORCH_CUDA_ARCH_LIST"))
-    home = cpp_extension.CUDA_HOME
+    home = cpp_extension.CUDA_HOME = find_toolkit()
     if not asked:
         return bool(home) and torch.version.cuda is not None and torch.cuda.is_available()
     if torch.version.cuda is None:
@@ -79,6 +98,11 @@ def wants_cuda() -> bool:
             f"{torch.version.cuda}",
             f"set CUDA_HOME to a CUDA {torch.version.cuda.split('.')[0]} toolkit, or install a torch built with CUDA "
             f"{release[0]}",
+        )
+    if not has_headers(home):
+        stop(
+            f"cuda_runtime.h is neither in {home}/include nor among the nvidia packages beside torch",
+            "set CUDA_HOME to the folder of a whole CUDA toolkit, or pip install nvidia-cuda-runtime",
         )
     return True
 
@@ -124,6 +148,16 @@ def copy_headers() -> None:
         shutil.copy2(ROOT / "csrc" / name, folder / name)
 
 
+class Build(cpp_extension.BuildExtension):
+    """Notes what it builds. Other commands (metadata, the version) leave the note of an earlier build as it is."""
+
+    info = ""
+
+    def run(self) -> None:
+        super().run()
+        (ROOT / "fastamp" / "_build_info.py").write_text(self.info)
+
+
 def extensions() -> list[Extension]:
     cuda = wants_cuda()
     include = [str(ROOT / "csrc")]
@@ -154,7 +188,7 @@ def extensions() -> list[Extension]:
         ]
         libraries += ["torch_cuda", "cudart"]
         library_dirs.append(str(Path(cpp_extension.CUDA_HOME) / "lib64"))
-    (ROOT / "fastamp" / "_build_info.py").write_text(build_info(cuda, archs))
+    Build.info = build_info(cuda, archs)
     ops = Extension(
         "fastamp._ops",
         ops_sources,
@@ -174,4 +208,4 @@ def extensions() -> list[Extension]:
 
 if __name__ == "__main__":
     copy_headers()
-setup(ext_modules=extensions(), cmdclass={"build_ext": cpp_extension.BuildExtension})
+    setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

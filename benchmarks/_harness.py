@@ -125,9 +125,11 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def arguments(name: str, description: str | None) -> argparse.Namespace:
-    """The options that every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments(name: str, description: str | None, device: bool = False) -> argparse.Namespace:
+    """The options that every benchmark takes, and --device for those that run on a GPU."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if device:
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch's threads")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to measure")
     parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help="where to write the results")

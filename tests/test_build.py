@@ -31,6 +31,8 @@ def toolkit(folder: Path, release: str) -> str:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    (folder / "include").mkdir()
+    (folder / "include" / "cuda_runtime.h").touch()
     return str(folder)
 
 
@@ -75,6 +77,44 @@ def test_asked_for_cuda_and_impossible(build, monkeypatch, tmp_path, cuda, relea
     monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", home)
     with pytest.raises(SystemExit, match=f"(?s)CUDA was asked for, but .*{message}"):
         build.wants_cuda()
+
+
+def test_nvcc_on_the_path_may_be_a_wrapper(build, monkeypatch, tmp_path):
+    """torch takes the folder above the wrapper's for the toolkit; nvcc knows better."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "toolkit_headers", lambda: [])
+    real = toolkit(tmp_path / "real", "13.0")
+    wrapper = tmp_path / "local" / "bin" / "nvcc"
+    wrapper.parent.mkdir(parents=True)
+    wrapper.write_text(f"#!/bin/sh\necho '#$ TOP={real}/bin/..' >&2\nexec {real}/bin/nvcc \"$@\"\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", str(tmp_path / "local"))
+    assert build.wants_cuda() is True
+    assert build.cpp_extension.CUDA_HOME == real
+
+
+def test_a_toolkit_without_headers_is_refused(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "toolkit_headers", lambda: [])
+    home = toolkit(tmp_path, "13.0")
+    (tmp_path / "include" / "cuda_runtime.h").unlink()
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", home)
+    with pytest.raises(SystemExit, match=r"(?s)cuda_runtime\.h is neither in .*pip install nvidia-cuda-runtime"):
+        build.wants_cuda()
+
+
+def test_asking_for_the_version_leaves_the_note_of_the_build_alone():
+    note = ROOT / "fastamp" / "_build_info.py"
+    before = note.read_bytes(), note.stat().st_mtime_ns
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-1]
+    assert (note.read_bytes(), note.stat().st_mtime_ns) == before
 
 
 def test_the_build_stops_with_one_message():

@@ -4,8 +4,8 @@
 
 Every csrc/cuda/*.cu is compiled as setup.py does; the counts are static, of the machine code (SASS). Needs nvcc, and
 `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm` unless the toolkit has both. Compute capability 7.0 is beyond
-CUDA 13: there nvcc's PTX for 7.5 is assembled by the ptxas of `pip install nvidia-cuda-nvcc-cu12` for 7.0, which
-refuses what 7.0 does not have.
+CUDA 13: nvcc's PTX for 7.5 is assembled for 7.0 by a ptxas of CUDA 12, which refuses what 7.0 does not have.
+`pip install triton==3.6.0` brings one, with disassemblers.
 
 --check turns the rules into failures (exit status 1):
   - nothing spilled, no stack, no access to local memory;
@@ -16,6 +16,7 @@ refuses what 7.0 does not have.
 import argparse
 import collections
 import concurrent.futures
+import functools
 import json
 import os
 import re
@@ -32,6 +33,9 @@ ARCHS = [70, 75, 80, 86, 89, 90, 100, 120]
 OLDEST_OF_CUDA_13 = 75
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "--expt-relaxed-constexpr"]
 MAX_REGISTERS = 64
+# What to install for the disassemblers, and for all of CUDA 12's tools: triton's wheel carries its own copies.
+CUDA_13 = "nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+CUDA_12 = "triton==3.6.0"
 
 # Kernels that stream through memory, and the 128-bit accesses that each must have.
 STREAMING = {
@@ -92,25 +96,21 @@ class Kernel:
         return broken
 
 
-def find_tool(name: str, package: str) -> str:
-    """A CUDA tool: of CUDA_HOME, of PATH, or of a PyPI wheel."""
-    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / name
-    if home.exists():
-        return str(home)
-    on_path = shutil.which(name)
-    if on_path is not None:
-        return on_path
-    found = find_in_wheels(f"*/bin/{name}")
-    if found is None:
-        raise Missing(f"{name} was not found: set CUDA_HOME, or pip install {package}")
-    return found
-
-
-def find_in_wheels(pattern: str) -> str | None:
+def find_tool(name: str, package: str, release: str = "") -> str:
+    """A CUDA tool of this release ("12"): of CUDA_HOME, of PATH, of the PyPI wheels of CUDA, or of triton's."""
+    candidates = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / name, shutil.which(name)]
     for entry in (*sys.path, sysconfig.get_paths()["purelib"]):
-        for candidate in sorted((Path(entry or ".") / "nvidia").glob(pattern)):
+        candidates += sorted(Path(entry or ".").glob(f"nvidia/*/bin/{name}"))
+        candidates.append(Path(entry or ".") / "triton" / "backends" / "nvidia" / "bin" / name)
+    for candidate in candidates:
+        if candidate is not None and Path(candidate).is_file() and f"release {release}" in version_of(str(candidate)):
             return str(candidate)
-    return None
+    raise Missing(f"no {name}{' of CUDA ' * bool(release)}{release} was found: pip install {package}")
+
+
+@functools.cache
+def version_of(tool: str) -> str:
+    return run([tool, "--version"]).stdout
 
 
 def run(command: list[str], **options) -> subprocess.CompletedProcess[str]:
@@ -128,15 +128,22 @@ def compile_cubin(source: Path, arch: int, folder: Path) -> tuple[Path, str]:
     if arch >= OLDEST_OF_CUDA_13:
         command += [f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", str(source), "-o", str(cubin)]
         return cubin, run(command).stderr
-    ptxas = find_in_wheels("cuda_nvcc/bin/ptxas")
-    if ptxas is None:
-        raise Missing(f"no ptxas for compute capability {arch / 10}: pip install nvidia-cuda-nvcc-cu12")
     ptx = folder / f"{source.stem}-{arch}.ptx"
     run([*command, f"-arch=compute_{OLDEST_OF_CUDA_13}", "-ptx", str(source), "-o", str(ptx)])
-    text = re.sub(r"^\.version .*$", ".version 8.0", ptx.read_text(), count=1, flags=re.MULTILINE)
+    # PTX 8.1 is the first that lets a kernel's parameters take 32,764 bytes.
+    text = re.sub(r"^\.version .*$", ".version 8.1", ptx.read_text(), count=1, flags=re.MULTILINE)
     text = re.sub(r"^\.target .*$", f".target sm_{arch}", text, count=1, flags=re.MULTILINE)
     ptx.write_text(text)
+    ptxas = find_tool("ptxas", CUDA_12, "12")
     return cubin, run([ptxas, "-v", f"-arch=sm_{arch}", str(ptx), "-o", str(cubin)]).stderr
+
+
+def disassemble(cubin: Path, arch: int) -> str:
+    """SASS. CUDA 13's tools refuse 7.0, and CUDA 12's know nothing of what CUDA 13 added to newer ones."""
+    package, release = (CUDA_13, "13") if arch >= OLDEST_OF_CUDA_13 else (CUDA_12, "12")
+    folder = Path(find_tool("nvdisasm", package, release)).parent  # which cuobjdump looks for on PATH
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return run([find_tool("cuobjdump", package, release), "-sass", str(cubin)], env=environment).stdout
 
 
 def parse_resources(ptxas_output: str) -> dict[str, tuple[int, int, int, int]]:
@@ -185,10 +192,7 @@ def demangle(names: list[str]) -> list[str]:
 def kernels_of(source: Path, arch: int) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptxas_output = compile_cubin(source, arch, Path(folder))
-        nvdisasm = find_tool("nvdisasm", "nvidia-cuda-nvdisasm")
-        environment = {**os.environ, "PATH": f"{Path(nvdisasm).parent}{os.pathsep}{os.environ['PATH']}"}
-        command = [find_tool("cuobjdump", "nvidia-cuda-cuobjdump"), "-sass", str(cubin)]
-        sass = parse_sass(run(command, env=environment).stdout)
+        sass = parse_sass(disassemble(cubin, arch))
     resources = parse_resources(ptxas_output)
     if set(sass) != set(resources):
         raise RuntimeError(f"{source.name} for {arch}: ptxas and cuobjdump disagree about which kernels there are")

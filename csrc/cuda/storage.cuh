@@ -332,7 +332,7 @@ __device__ __forceinline__ void pack_mask(int64_t numel, uint8_t* payload, const
 __global__ void __launch_bounds__(StreamPolicy::kThreads, 4)
     pack_bits_kernel(const uint8_t* mask, int64_t numel, uint8_t* payload) {
   const bool aligned = is_aligned(mask);
-  pack_mask<8>(numel, payload, [&](int64_t begin, int64_t left) {
+  pack_mask<4>(numel, payload, [&](int64_t begin, int64_t left) {
     uint32_t bits = 0;
     if (aligned && left >= 16) {
       const Vec<uint32_t> bytes = load128(reinterpret_cast<const uint32_t*>(mask + begin));
