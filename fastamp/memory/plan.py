@@ -41,7 +41,11 @@ _SLACK = 1.03
 
 
 class DoesNotFit(ValueError):
-    """No allowed plan fits the budget. `least`: the bytes that the smallest one needs."""
+    """No allowed plan fits the budget.
+
+    Attributes:
+        least: bytes that the smallest plan needs; as a budget it fits.
+    """
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message)
@@ -61,13 +65,18 @@ class Verification:
 
 @dataclass
 class Plan:
-    """How to run a step within a budget; made by `plan`.
+    """How to run a step within a budget; made by `plan`. `print(plan)` shows it in words.
 
-    treatments: of each block, "keep" where nothing is done.
-    micro_batch, accumulation: the batch is run in `accumulation` pieces of `micro_batch`, gradients adding up
-        (divide each piece's mean loss by `accumulation`).
-    predicted_peak: bytes, of the whole plan, simulated.    seconds: estimated time of the step (see `_cost`).
-    keep_peak, keep_seconds: the same for the step as it is, nothing treated, in one piece.
+    Attributes:
+        budget: what was allowed, in bytes.
+        treatments: name of each block -> how it is treated, "keep" where nothing is done.
+        micro_batch, accumulation: the batch is run in `accumulation` pieces of `micro_batch`, gradients adding up
+            (divide each piece's mean loss by `accumulation`).
+        predicted_peak: bytes, of the whole plan, simulated.
+        seconds: estimated time of the step; good for comparing plans, see `rates`.
+        keep_peak, keep_seconds: the same for the step as it is, nothing treated, in one piece.
+        rates: where the speeds that `seconds` comes from are taken from.
+        notes: what the reader should know.
     """
 
     budget: int
@@ -89,7 +98,9 @@ class Plan:
         The blocks' `forward` is replaced on the instances; parameters, hooks and state dicts stay as they are.
         Cutting batches is left to the loop: see `split`.
 
-        Raises RuntimeError if the plan is applied already, ValueError if `model` lacks one of the blocks.
+        Raises:
+            RuntimeError: the plan is applied already.
+            ValueError: `model` lacks one of the blocks.
         """
         if self._undo is not None:
             raise RuntimeError("this plan is applied already: call undo() first")
@@ -100,14 +111,21 @@ class Plan:
         self._undo = _blocks.apply(model, self.treatments)
 
     def undo(self) -> None:
-        """Takes the treatments off again. Raises RuntimeError if the plan is not applied."""
+        """Takes the treatments off again.
+
+        Raises:
+            RuntimeError: the plan is not applied.
+        """
         if self._undo is None:
             raise RuntimeError("this plan is not applied")
         self._undo()
         self._undo = None
 
     def split(self, batch: Any) -> Iterator[Any]:
-        """The micro-batches of a batch: tensors as long as the first one are cut, everything else is repeated."""
+        """The micro-batches of `batch` (tensors in any nesting, of any shape and dtype).
+
+        Tensors as long as the first one are cut along dimension 0, everything else is repeated.
+        """
         size = _batch_size(batch)
         for start in range(0, size, self.micro_batch):
             yield _sliced(batch, size, start, min(size, start + self.micro_batch))
@@ -115,20 +133,26 @@ class Plan:
     def verify(self, repeats: int = 3) -> Verification:
         """Runs the planned step for real, on a copy of the model, and measures its peak and its time.
 
-        Needs room for a second copy of the parameters. The time is the median of `repeats` unrecorded steps.
+        Needs room for a second copy of the parameters. The time is the median of `repeats` unrecorded steps after one
+        that warms up; on CUDA each is waited for.
 
-        Raises NotTraceable if the model has no real parameters.
+        Returns:
+            `peak` and `predicted_peak` in bytes, `seconds` and `predicted_seconds`, and the measured `report`.
+
+        Raises:
+            NotTraceable: the model has no real parameters.
         """
         setting: Setting = self._setting
         report, seconds = measure(setting, self, repeats)
         return Verification(report.peak.bytes, self.predicted_peak, seconds, self.seconds, report)
 
     def estimate(self) -> MemoryReport:
-        """The full report of the planned step, on fake tensors."""
+        """The full report of the planned step, on fake tensors: see `fastamp.memory.estimate`."""
         setting: Setting = self._setting
         return setting.simulate(self.treatments)
 
     def as_dict(self) -> dict[str, Any]:
+        """The plan's attributes as plain values, for JSON."""
         names = (
             "budget",
             "treatments",
@@ -182,24 +206,26 @@ def plan(
 ) -> Plan:
     """The fastest combination of treatments of blocks and micro-batches whose peak fits `budget`.
 
-    For a stack of blocks run one after another the choice is exact for the costs at hand (dynamic
-    programming); each block's costs come from simulated steps on fake tensors. The plan returned was
-    simulated as a whole, and that is its `predicted_peak`. More budget never gives a slower plan.
+    For a stack of blocks run one after another the choice is exact for the costs at hand (dynamic programming); each
+    block's costs come from simulated steps on fake tensors. The plan returned was simulated as a whole, and that is its
+    `predicted_peak`. More budget never gives a slower plan.
 
     Args:
+        model, example_inputs, optimizer, precision, mode, loss, targets, device: as for `estimate`.
         budget: bytes, as a number or in any usual spelling ("10GB", "10 GiB").
-        options: what a block may be treated with: "keep", "checkpoint", "offload" (to host memory; CUDA
-            only), and with approximate gradients "checkpoint:FORMAT" and "store:FORMAT" for the formats of
-            `fastamp.storage`. The default changes no gradient.
+        options: what a block may be treated with: "keep", "checkpoint", "offload" (to host memory; CUDA only), and with
+            approximate gradients "store:FORMAT" and "checkpoint:FORMAT" for the formats of `fastamp.store_activations`
+            and `fastamp.checkpoint`. The default changes no gradient.
         micro_batches: whether the batch may be cut. Only into equal parts, along the first dimension.
-        blocks: the modules to treat, see `estimate`'s `checkpoint`; by default the repeated blocks found.
-        margin: part of the budget to leave free for what the allocator loses; 0.05 for CUDA, 0 for the CPU by
-            default.
-        others: as for `estimate`.
+        blocks: the modules to treat, as `estimate`'s `checkpoint`; by default the repeated blocks found.
+        margin: part of the budget to leave free for what the allocator loses; by default 0.05 for CUDA, 0 for the CPU.
+
+    Returns:
+        a `Plan`: `apply(model)` puts it in place, `undo()` takes it out, `verify()` runs and measures it.
 
     Raises:
         DoesNotFit: (a ValueError) nothing allowed fits; it says what the least is.
-        NotTraceable: fake tensors cannot run the model.
+        NotTraceable: fake tensors cannot run the model; it names the module that stops them.
         TypeError, ValueError: for arguments that are wrong.
     """
     budget = parse_bytes(budget)
@@ -220,7 +246,8 @@ def plan(
 
 
 class Planner:
-    """Plans for several budgets from one set of simulations. The arguments are those of `plan`."""
+    """Plans for several budgets from one set of simulations: `Planner(model, inputs).plan("10GB")`. Arguments and
+    exceptions are as for `plan`."""
 
     def __init__(
         self,
@@ -359,7 +386,7 @@ class Planner:
     # --- the choice ---
 
     def plan(self, budget: int | float | str) -> Plan:
-        """The fastest plan that fits `budget`. Raises DoesNotFit."""
+        """The fastest plan that fits `budget`; result and exceptions as for `plan`."""
         allowed = parse_bytes(budget)
         usable = math.floor(allowed * (1 - self.margin))
         # Merged by time, so the first one that really fits is the fastest.
