@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_pages import run_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,6 +102,10 @@ def test_files_that_it_names_exist(page):
             for name in alternatives(word):
                 found = any(fnmatch.fnmatch(file, name) or fnmatch.fnmatch(file, f"*/{name}") for file in files)
                 assert found, f"{shown(page)} names {word}"
+
+
+def test_faq_snippets_run():
+    run_page("faq")
 
 
 # ---- the API page ------------------------------------------------------------------------------------------
