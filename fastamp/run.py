@@ -28,26 +28,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastamp run",
         usage="python -m fastamp run [options] (script.py | -m module) [arguments of the program ...]",
-        description="Runs an unmodified program with fastamp's GradScaler and checkpoint in place of "
-        "torch's. Under a launcher: torchrun --nproc-per-node 2 -m fastamp run train.py, "
-        "accelerate launch -m fastamp run train.py.",
+        description="Runs a program as it is, with fastamp's GradScaler and checkpoint in place of torch's.\n"
+        "Options come before the script; what follows it is the program's own.",
+        epilog="Under a launcher:\n"
+        "  torchrun --nproc-per-node 2 -m fastamp run train.py\n"
+        "  accelerate launch -m fastamp run train.py\n\n"
+        "A FORMAT is exact, bf16, fp16, int8, fp8_e4m3, fp8_e5m2 or int4; all but exact make gradients\n"
+        "approximate.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--storage", metavar="FORMAT", help="how checkpoints keep their inputs (default: exact)")
     parser.add_argument(
-        "--storage", metavar="FORMAT", help="keep what checkpoints keep as bf16, fp16, int8, fp8_e4m3, ..."
+        "--store",
+        metavar="FORMAT",
+        help="how everything that autograd saves is kept, without recomputing; exact packs masks to bits",
     )
-    parser.add_argument("--store", metavar="FORMAT", help="keep everything that autograd saves so, without recomputing")
     parser.add_argument("--min-scale", type=float, metavar="X", help="never back the scale off below X")
     parser.add_argument("--max-scale", type=float, metavar="X", help="never let the scale grow above X")
     parser.add_argument(
         "--hysteresis",
         type=int,
         metavar="N",
-        help="back off only at N overflows without a clean step between",
+        help="back off only at the N-th overflow without a clean step between",
     )
     parser.add_argument(
         "--report",
         action="store_true",
-        help="print at the end: steps, skipped steps, the scale's history, the scaler's time, bytes saved",
+        help="print steps, skipped steps, the scale's history, the scaler's time and bytes saved at the end",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return parser

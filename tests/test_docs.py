@@ -104,6 +104,20 @@ def test_files_that_it_names_exist(page):
                 assert found, f"{shown(page)} names {word}"
 
 
+def quotations(page: Path) -> list[tuple[str, list[str]]]:
+    """Blocks that say which file they are from: (file, lines)."""
+    blocks = re.findall(r"^```\w+ (\S+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(file, [line.strip() for line in text.splitlines() if line.strip()]) for file, text in blocks]
+
+
+@pytest.mark.parametrize("file, lines", quotations(ROOT / "docs" / "add-an-op.md"), ids=lambda value: str(value)[:40])
+def test_quotations_are_true(file, lines):
+    """The lines of a quotation are lines of the file, in this order; others may be left out between."""
+    source = iter([line.strip() for line in (ROOT / file).read_text().splitlines()])
+    for line in lines:
+        assert line in source, f"add-an-op.md quotes what {file} does not have there: {line}"
+
+
 def test_faq_snippets_run():
     run_page("faq")
 

@@ -56,34 +56,34 @@ def parse(argv: Sequence[str] | None = None, prog: str = "python -m fastamp demo
         "--dtype",
         choices=["auto", *DTYPES],
         default="auto",
-        help="of autocast; auto: fp16 where the device is fast at it, else bf16; fp32: no autocast",
+        help="autocast's; auto: fp16 where the device is fast at it, else bf16; fp32: no autocast",
     )
     add("--threads", type=count, default=1, help="CPU threads; only larger models gain from more than one")
     add("--steps", type=count, default=120, help="optimizer steps")
     add("--layers", type=count, default=4, help="transformer blocks")
-    add("--width", type=count, default=32, help="of the residual stream; a multiple of 16")
+    add("--width", type=count, default=32, help="width of the residual stream, a multiple of 16")
     add("--batch", type=count, default=4, help="sequences in a micro-batch")
     add("--seq", type=count, default=64, help="bytes in a sequence")
     add("--accumulation", type=count, default=2, help="micro-batches in an optimizer step")
-    add("--dropout", type=float, default=0.0, help="rate, 0 for none")
+    add("--dropout", type=float, default=0.0, help="dropout rate, 0 for none")
     add("--lr", type=float, default=5e-3, help="learning rate of AdamW")
-    add("--max-norm", type=float, default=64.0, help="to clip to; the loss is in nats per sequence")
+    add("--max-norm", type=float, default=64.0, help="gradient norm to clip to; the loss is in nats per sequence")
     add("--init-scale", type=float, help="first loss scale (default: 2^16, as torch, in fp16, else 2^127)")
     add("--growth-interval", type=count, default=16, help="steps without overflow until the scale doubles")
-    add("--seed", type=int, default=0, help="of weights, batches and dropout; 0 if not given")
+    add("--seed", type=int, default=0, help="seed of weights, batches and dropout; 0 if not given")
     add = parser.add_argument_group(
-        "memory", "Each adds columns, and rows for saved memory, peak memory and gradient error."
+        "memory", "Each adds runs to the comparison, with saved memory, peak memory and gradient error."
     ).add_argument
     add("--checkpoint", action="store_true", help="recompute each block in the backward pass")
     add(
         "--storage",
         metavar="FORMAT",
-        help="of the blocks' inputs under --checkpoint: bf16, int8, delta-int4, ...",
+        help="how --checkpoint keeps the blocks' inputs: bf16, int8, delta-int4, ...",
     )
     add(
         "--store",
         metavar="FORMAT",
-        help="of all that autograd saves, without recompute: exact, bf16, int8, ...",
+        help="how all that autograd saves is kept, without recompute: exact, bf16, int8, ...",
     )
     add = parser.add_argument_group("output").add_argument
     add("--out", default="train_gpt.png", metavar="PLOT.png", help="where to write the plot; '' for nowhere")
