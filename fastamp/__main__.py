@@ -13,6 +13,7 @@ COMMANDS = {
         "fastamp.demo",
         "train a small GPT with torch's GradScaler and with fastamp's, and compare them",
     ),
+    "memory": ("fastamp.memory.cli", "where the memory of your model's training step goes, and a plan that fits"),
     "run": ("fastamp.run", "run an unmodified program with fastamp's scaler and checkpoint for torch's"),
 }
 

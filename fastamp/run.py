@@ -108,8 +108,9 @@ class _BadOption(Exception):
 
 @contextlib.contextmanager
 def _in_effect(options: dict[str, Any]) -> Iterator[None]:
-    """fastamp in torch's place while this is entered, as the options say."""
+    """fastamp in torch's place while this is entered, as the options say. An out-of-memory error is explained."""
     import fastamp
+    from fastamp._last_call import watching
 
     policies = {
         name: options[name] for name in ("storage", "min_scale", "max_scale", "hysteresis") if options[name] is not None
@@ -123,6 +124,7 @@ def _in_effect(options: dict[str, Any]) -> Iterator[None]:
             raise _BadOption(str(error)) from error
         if options["report"]:
             stack.enter_context(_reporting())
+        stack.enter_context(watching())
         yield
 
 

@@ -106,11 +106,26 @@ class BERT(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
-def make(kind: str) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """A model, a batch for it and a loss that holds on to the model's output as long as a training loop
+class Stack(nn.Module):
+    """Blocks of a few operators, no two alike, so that which of them is treated matters."""
 
-    would.
-    """
+    def __init__(self, widths: tuple[int, ...] = (128, 192, 160)) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 32)) for width in widths
+        )
+        self.head = nn.Linear(32, 300)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def make(kind: str) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """A model, a batch for it and a loss that holds on to the model's output as long as a training loop would."""
     torch.manual_seed(0)
     if kind == "cnn":
         return CNN(), torch.randn(8, 3, 32, 32), lambda output: output.logsumexp(1).sum()
@@ -141,10 +156,7 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 
 def saved_bytes(forward: Callable[[], object], known: tuple[Tensor, ...]) -> int:
-    """Bytes that autograd saves in `forward`, each storage once, without those of `known` and of what it
-
-    returns.
-    """
+    """Bytes that autograd saves in `forward`, each storage once, without those of `known` and of what it returns."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -166,10 +166,12 @@ class Setting:
 
     def simulate(self, treatments: Mapping[str, str] | None = None) -> MemoryReport:
         """The report of one steady step with these treatments of blocks."""
-        run = self.run(treatments or {})
+        return self.report_of(self.run(treatments or {}), treatments or {})
+
+    def report_of(self, run: Simulated, treatments: Mapping[str, str]) -> MemoryReport:
         report = fill(MemoryReport(first_step_peak=run.first_peak, notes=run.notes), run.trace)
         report.device = self.device_type
-        return self._titled(report, treatments or {})
+        return self._titled(report, treatments)
 
     def run(
         self,

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fastamp.memory import _blocks
-from fastamp.memory._cost import Rates, rates_of
 from fastamp.memory._profile import (
     Choice,
     NotAStack,
@@ -30,8 +28,8 @@ from fastamp.memory._profile import (
 )
 from fastamp.memory._simulate import NotTraceable
 from fastamp.memory._sizes import format_bytes, parse_bytes
-from fastamp.memory._trace import Trace
-from fastamp.memory.estimate import Setting
+from fastamp.memory._variants import Variants, batch_size, sliced
+from fastamp.memory.estimate import Setting, Simulated
 from fastamp.memory.report import MemoryReport
 from fastamp.memory.track import Tracking
 
@@ -126,9 +124,9 @@ class Plan:
 
         Tensors as long as the first one are cut along dimension 0, everything else is repeated.
         """
-        size = _batch_size(batch)
+        size = batch_size(batch)
         for start in range(0, size, self.micro_batch):
-            yield _sliced(batch, size, start, min(size, start + self.micro_batch))
+            yield sliced(batch, size, start, min(size, start + self.micro_batch))
 
     def verify(self, repeats: int = 3) -> Verification:
         """Runs the planned step for real, on a copy of the model, and measures its peak and its time.
@@ -280,13 +278,12 @@ class Planner:
         if not self.blocks:
             self.options = ["keep"]
             self.notes.append("no repeated blocks were found, so none is treated: name them with blocks=")
-        self.rates: Rates = rates_of(self.setting.device_type)
-        self.batch = _batch_size((self.setting.args, self.setting.kwargs))
-        self.micro_batches = micro_batches and self.batch > 1
+        self._variants = Variants(self.setting)
+        self.notes += self._variants.plain.notes
+        self.micro_batches = micro_batches and self._variants.batch > 1
         self._costs: dict[int, dict[str, StepCost]] = {}
         self._peaks: dict[tuple[int, tuple[str, ...]], int] = {}
         self._lumped = not self.blocks
-        self._simulate_optimizer()
         try:
             self._costs_of(1)
         except NotAStack as problem:
@@ -296,46 +293,8 @@ class Planner:
 
     # --- simulations ---
 
-    def _setting_for(self, pieces: int) -> Setting:
-        """The setting of one micro-batch, of which there are `pieces`."""
-        if pieces == 1:
-            return self.setting
-        size = self.batch // pieces
-        setting = copy.copy(self.setting)
-        setting.accumulation = pieces
-        setting.args, setting.kwargs, setting.targets = _sliced(
-            (self.setting.args, self.setting.kwargs, self.setting.targets), self.batch, 0, size
-        )
-        return setting
-
-    def _simulate_optimizer(self) -> None:
-        run = self.setting.run({}, cost=self.rates.cost)
-        self.notes += run.notes
-        self._gradients = run.gradients
-        device = run.trace.main_device()
-        self._states = sum(
-            b.bytes for b in run.trace.blocks() if b.category == "optimizer states" and b.device == device
-        )
-        self._optimizer_peak = 0
-        began = ended = 0.0
-        for event, now in zip(run.trace.events, run.trace.totals(device), strict=True):
-            if event.phase == "optimizer":
-                self._optimizer_peak = max(self._optimizer_peak, sum(now.values()))
-                ended = event.seconds
-            elif event.phase != "before":
-                began = event.seconds
-        # Two steps were simulated, one of which made the states.
-        self._optimizer_seconds = max(0.0, ended - began) / 2
-
-    def _run(self, treatments: dict[str, str], pieces: int) -> tuple[Trace, list[Any]]:
-        run = self._setting_for(pieces).run(
-            treatments,
-            optimizer=False,
-            gradients=self._gradients if pieces > 1 else None,
-            watch=self.blocks,
-            cost=self.rates.cost,
-        )
-        return run.trace, run.marks
+    def _run(self, treatments: dict[str, str], pieces: int) -> Simulated:
+        return self._variants.run(self._variants.with_pieces(pieces), treatments, self.blocks)
 
     def _costs_of(self, pieces: int) -> dict[str, StepCost]:
         """Costs of each treatment when the batch is cut into `pieces`."""
@@ -346,19 +305,20 @@ class Planner:
             self._costs[pieces] = {option: self._cost_of(option, pieces) for option in self.options}
         else:
             large, small = candidates[1], candidates[-1]
-            share = (self.batch / pieces - self.batch / small) / (self.batch / large - self.batch / small)
+            share = (1 / pieces - 1 / small) / (1 / large - 1 / small)
             low, high = self._costs_of(small), self._costs_of(large)
             self._costs[pieces] = {option: between(low[option], high[option], share) for option in self.options}
         return self._costs[pieces]
 
     def _cost_of(self, option: str, pieces: int) -> StepCost:
-        trace, marks = self._run(dict.fromkeys(self.blocks, option), pieces)
+        run = self._run(dict.fromkeys(self.blocks, option), pieces)
+        trace, marks = run.trace, run.marks
         if self._lumped:
-            return lumped_cost(trace).above(self._states)
+            return lumped_cost(trace).above(self._variants.states)
         order = [mark.name for mark in marks if mark.kind == "enter"]
         if pieces == 1 and option == self.options[0] and sorted(order) == sorted(self.blocks):
             self.blocks = order  # the order they run in, which need not be the model's
-        return step_cost(trace, marks, self.blocks).above(self._states)
+        return step_cost(trace, marks, self.blocks).above(self._variants.states)
 
     def _treatments(self, choice: Choice) -> dict[str, str]:
         chosen = choice.treatments * len(self.blocks) if self._lumped else choice.treatments
@@ -368,20 +328,17 @@ class Planner:
         """Into how many equal parts the batch may be cut."""
         if not self.micro_batches:
             return [1]
-        return [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+        return [n for n in range(1, self._variants.batch + 1) if self._variants.batch % n == 0]
 
     def _peak(self, pieces: int, treatments: dict[str, str]) -> int:
         """The peak of a whole plan, simulated."""
         key = pieces, tuple(treatments.values())
         if key not in self._peaks:
-            trace, _ = self._run(treatments, pieces)
-            device = trace.main_device()
-            highest = max(sum(now.values()) for now in trace.totals(device))
-            self._peaks[key] = max(highest + self._states, self._optimizer_peak)
+            self._peaks[key] = self._variants.peak(self._run(treatments, pieces).trace)
         return self._peaks[key]
 
     def _seconds(self, pieces: int, choice: Choice) -> float:
-        return pieces * choice.seconds + self._optimizer_seconds
+        return pieces * choice.seconds + self._variants.optimizer_seconds
 
     # --- the choice ---
 
@@ -430,15 +387,15 @@ class Planner:
         return Plan(
             budget=budget,
             treatments=self._treatments(choice),
-            micro_batch=self.batch // pieces,
+            micro_batch=self._variants.batch // pieces,
             accumulation=pieces,
             predicted_peak=peak,
             seconds=seconds,
             keep_peak=self._peak(1, dict.fromkeys(self.blocks, "keep")),
-            keep_seconds=keeping.seconds + self._optimizer_seconds,
-            rates=self.rates.source,
+            keep_seconds=keeping.seconds + self._variants.optimizer_seconds,
+            rates=self._variants.rates.source,
             notes=list(self.notes),
-            _setting=self._setting_for(pieces),
+            _setting=self._variants.with_pieces(pieces),
         )
 
     def _does_not_fit(self, budget: int) -> DoesNotFit:
@@ -456,8 +413,8 @@ class Planner:
         counts = {name: chosen.count(name) for name in dict.fromkeys(chosen)}
         how = ", ".join(f"{count} blocks {name}" for name, count in counts.items()) or "no blocks to treat"
         if pieces > 1:
-            how += f", micro-batches of {self.batch // pieces}"
-        run = self._setting_for(pieces).simulate(treatments)
+            how += f", micro-batches of {self._variants.batch // pieces}"
+        run = self._variants.with_pieces(pieces).simulate(treatments)
         standing = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in run.peak.breakdown.items() if size > 0.02 * run.peak.bytes
         )
@@ -506,17 +463,3 @@ def _checked_options(options: Sequence[str], device_type: str) -> list[str]:
     if "offload" in options and device_type == "cpu":
         raise ValueError("options: 'offload' moves activations to host memory, and with device='cpu' they are there")
     return list(dict.fromkeys(options))
-
-
-def _batch_size(batch: Any) -> int:
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    return 1
-
-
-def _sliced(batch: Any, size: int, start: int, stop: int) -> Any:
-    def cut(value: Any) -> Any:
-        return value[start:stop] if value.ndim and value.shape[0] == size else value
-
-    return pytree.tree_map_only(Tensor, cut, batch)

@@ -1,0 +1,271 @@
+"""`python -m fastamp memory`, and what is said when memory runs out."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from memory_models import Stack
+from torch import Tensor, nn
+
+from fastamp.__main__ import main as fastamp_command
+from fastamp._last_call import is_out_of_memory, watching
+from fastamp.memory import estimate, explain_oom
+from fastamp.memory._variants import Variants
+from fastamp.memory.cli import main
+from fastamp.memory.estimate import Setting
+from fastamp.memory.oom import remedies
+
+ROOT = Path(__file__).parents[1]
+
+_PROGRAM = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def make():
+    return Net(), torch.randn(64, 16)
+
+def make_all():
+    return {"model": Net(), "inputs": torch.randn(64, 16), "optimizer": "sgd", "mode": "train",
+            "loss": lambda output, targets: (output - targets).pow(2).sum(), "targets": torch.randn(64, 16)}
+
+def make_huge():
+    return nn.Linear(1 << 20, 1 << 20), torch.empty(1, 1 << 20)
+
+def make_reading():
+    net = Net()
+    scale = net.blocks[0].up.weight.abs().max().item()  # a value: fake tensors have none
+    return net, torch.randn(8, 16) * scale
+
+class Branching(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+def make_branching():
+    return Branching(), torch.randn(8, 16)
+
+def make_nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch) -> Path:
+    path = tmp_path / "program_of_the_test.py"
+    path.write_text(_PROGRAM)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def test_report_plan_json_and_picture(program, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "m.json"), "--plot", str(tmp_path / "m.png")]
+    assert main([f"{program}:make", "--budget", "1MB", "--precision", "fp16-amp", *files]) == 0
+    out = capsys.readouterr().out
+    assert "estimated: Net, fp16-amp, AdamW, for cuda" in out and "Activations by module" in out
+    assert "Plan for 977 KiB" in out
+    assert json.loads((tmp_path / "m.json").read_text())["source"] == "estimated"
+    assert (tmp_path / "m.png").stat().st_size > 10_000
+
+
+def test_the_function_may_say_more(program, capsys):
+    assert main([f"{program}:make_all", "--device", "cpu", "--checkpoint", "blocks.1,blocks.2"]) == 0
+    out = capsys.readouterr().out
+    assert "SGD" in out and "2 blocks checkpoint" in out and "for cpu" in out
+    assert main([f"{program}:make_all", "--optimizer", "none", "--checkpoint", "2"]) == 0
+    assert "no optimizer" in capsys.readouterr().out
+
+
+def test_a_model_is_not_even_built(program, capsys):
+    assert main([f"{program}:make_huge"]) == 0  # 4 TiB of weights
+    assert "4.00 TiB" in capsys.readouterr().out
+
+
+def test_a_function_that_needs_values_builds_for_real(program, capsys):
+    assert main([f"{program}:make_reading"]) == 0
+    assert "the model was built for real" in capsys.readouterr().out
+
+
+def test_a_model_that_fake_tensors_cannot_run_is_measured_and_not_planned(program, capsys):
+    assert main([f"{program}:make_branching"]) == 0
+    out = capsys.readouterr().out
+    assert "measured: Branching" in out and "the model (Branching) cannot run on fake tensors" in out
+    assert main([f"{program}:make_branching", "--budget", "1GB"]) == 2
+    assert "the model (Branching) cannot run on fake tensors" in capsys.readouterr().err
+
+
+def test_a_module_by_its_name_as_a_command(program, capsys, monkeypatch):
+    monkeypatch.chdir(program.parent)
+    assert fastamp_command(["memory", "program_of_the_test:make", "--budget", "1kB"]) == 1
+    printed = capsys.readouterr()
+    assert "Memory of one step" in printed.out and "less than the least that this step needs" in printed.err
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("nocolon", "the target must be script.py:function"),
+        ("missing.py:make", "there is no file 'missing.py'"),
+        ("no_such_module_anywhere:make", "cannot import 'no_such_module_anywhere'"),
+        ("{program}:nothing", "has no function 'nothing'; it has .*make_all"),
+        ("{program}:make_nothing", "must return .model, inputs. or a dict, it returned int"),
+        ("{program}:make --optimizer adamx", "optimizer must be one of torch.optim"),
+        ("{program}:make --budget ten", "budget must be a size"),
+        ("{program}:make --checkpoint layers.*", "no module of Net is called"),
+    ],
+)
+def test_bad_command_lines(program, capsys, target, message):
+    assert main(target.format(program=program).split()) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+# --- out of memory ---
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+class _Greedy(torch.autograd.Function):
+    """Runs out of memory in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def _train(model: nn.Module, tokens: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    output = model(tokens)
+    _Greedy.apply(output).sum().backward()
+    optimizer.step()
+
+
+def test_an_error_in_backward_is_explained_and_raised_again():
+    model, tokens, out = Stack((128,) * 6), torch.randint(300, (8, 64)), io.StringIO()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20\.00 GiB") as raised:
+        with watching(file=out):
+            _train(model, tokens, optimizer)
+    text = out.getvalue()
+    assert any(entry.name == "_train" for entry in raised.traceback)
+    assert "fastamp: out of memory" in text and "optimizer states" in text and "activations" in text
+    lines = [line for line in text.splitlines() if line.strip()[:2] in ("1.", "2.", "3.", "4.")]
+    assert len(lines) == 3
+    assert all("frees" in line and ("x the time" in line or "time not known" in line) for line in lines)
+    assert "checkpoint the 6 blocks blocks.0 to blocks.5" in text
+    assert not nn.modules.module._global_forward_hooks
+    assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())
+
+
+def test_an_error_in_forward_is_found_in_its_frames():
+    class Failing(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            output = super().forward(tokens)
+            if not isinstance(tokens, torch._subclasses.FakeTensor):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return output
+
+    model, out = Failing((128,) * 6), io.StringIO()
+    with pytest.raises(torch.OutOfMemoryError):
+        try:
+            model(torch.randint(300, (4, 32)))
+        except torch.OutOfMemoryError as error:
+            explain_oom(error, file=out)
+    assert "checkpoint the 6 blocks" in out.getvalue() and "an optimizer, for none was found" in out.getvalue()
+
+
+def test_remedies_are_sorted_and_their_bytes_are_simulated():
+    model, tokens = Stack(), torch.randint(300, (8, 64))
+    setting = Setting(model, tokens, "adamw", None, "train", 1, None, None, None)
+    variants = Variants(setting)
+    report = setting.report_of(variants.plain, {})
+    assert report.peak.bytes == setting.simulate({}).peak.bytes
+    found = remedies(variants, report)
+    assert [r.saves for r in found] == sorted((r.saves for r in found), reverse=True)
+    checkpointing = next(r for r in found if r.what.startswith("checkpoint"))
+    assert checkpointing.peak == estimate(model, tokens, checkpoint=True).peak.bytes
+    assert checkpointing.saves == report.peak.bytes - checkpointing.peak
+    assert 1.05 < checkpointing.time < 1.7
+    halves = next(r for r in found if r.what.startswith("gradient accumulation"))
+    assert halves.peak == estimate(model, tokens[:4], accumulation=2).peak.bytes
+    assert any("autocast" in r.what for r in found)
+
+
+def test_other_errors_and_unknown_models_pass_through():
+    out = io.StringIO()
+    with pytest.raises(KeyError), watching(file=out):
+        raise KeyError("x")
+    assert out.getvalue() == ""
+    with pytest.raises(torch.OutOfMemoryError):
+        explain_oom(torch.OutOfMemoryError("CUDA out of memory."), file=out)
+    assert "no model was found" in out.getvalue()
+    out = io.StringIO()
+    with pytest.raises(torch.OutOfMemoryError):
+        explain_oom(torch.OutOfMemoryError("CUDA out of memory."), model=nn.Linear(2, 2), inputs="nonsense", file=out)
+    assert "could not explain" in out.getvalue()
+
+
+_LIMITED = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+import torch
+from memory_models import Stack
+import fastamp.memory.oom  # what explaining itself loads is not what runs out
+torch.set_num_threads(1)
+model, tokens = Stack((512,) * 5), torch.randint(300, (128, 128))
+model(tokens[:1, :4]).sum().backward()
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, -1))
+print("limited", flush=True)
+model(tokens=tokens).sum().backward()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space need Linux")
+def test_run_explains_a_programs_real_lack_of_memory(tmp_path):
+    script = tmp_path / "limited.py"
+    script.write_text(_LIMITED.format(tests=str(Path(__file__).parent)))
+    command = [sys.executable, "-m", "fastamp", "run", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stdout == "limited\n"
+    assert "fastamp: out of memory. By an estimate, the step takes" in done.stderr
+    lines = done.stderr.splitlines()
+    assert sum(line.strip()[:2] in ("1.", "2.", "3.") and "frees" in line for line in lines) == 3
+    assert "checkpoint the 5 blocks blocks.0 to blocks.4" in done.stderr
+    assert "can't allocate memory" in lines[-1]  # Python's own report of the error, with its traceback, comes last
+    assert any("limited.py" in line and "in <module>" in line for line in lines)
