@@ -51,7 +51,8 @@ def find_toolkit() -> str | None:
     """CUDA_HOME, or where nvcc on PATH belongs. torch takes the folder above nvcc's for that; where nvcc on PATH is a
     wrapper, the compiler itself is asked where it lives."""
     home = cpp_extension.CUDA_HOME
-    if not home or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or has_headers(home):
+    own = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not home or own or (Path(home) / "include" / "cuda_runtime.h").exists():
         return home
     try:
         command = [str(Path(home) / "bin" / "nvcc"), "--dryrun", "-x", "cu", os.devnull]
@@ -123,6 +124,17 @@ def arch_flags() -> list[str]:
     return cpp_extension._get_cuda_arch_flags()
 
 
+def runtime_library() -> tuple[str, str]:
+    """Folder and name of CUDA's runtime library: the toolkit's, or the one that torch itself loads."""
+    home = Path(cpp_extension.CUDA_HOME)
+    for folder in (home / "lib64", home / "lib"):
+        if (folder / "libcudart.so").exists():
+            return str(folder), "cudart"
+    for library in sorted(Path(torch.__file__).parent.parent.glob("nvidia/*/lib/libcudart.so.*")):
+        return str(library.parent), f":{library.name}"
+    return str(home / "lib64"), "cudart"
+
+
 def toolkit_headers() -> list[str]:
     """Headers that a slim toolkit lacks are taken from the nvidia wheels that a CUDA build of torch brings."""
     nvidia = Path(torch.__file__).parent.parent / "nvidia"
@@ -186,8 +198,9 @@ def extensions() -> list[Extension]:
             "--expt-relaxed-constexpr",
             *stable,
         ]
-        libraries += ["torch_cuda", "cudart"]
-        library_dirs.append(str(Path(cpp_extension.CUDA_HOME) / "lib64"))
+        folder, cudart = runtime_library()
+        libraries += ["torch_cuda", cudart]
+        library_dirs.append(folder)
     Build.info = build_info(cuda, archs)
     ops = Extension(
         "fastamp._ops",

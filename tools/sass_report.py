@@ -10,7 +10,8 @@ CUDA 13: nvcc's PTX for 7.5 is assembled for 7.0 by a ptxas of CUDA 12, which re
 --check turns the rules into failures (exit status 1):
   - nothing spilled, no stack, no access to local memory;
   - at most 64 registers where a block has 256 threads;
-  - the streaming kernels load and store 128 bits at a time, for every dtype.
+  - the streaming kernels load and store 128 bits at a time, for every dtype;
+  - and do not divide for each value.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,10 +45,15 @@ STREAMING = {
     r"\bclip_kernel<": ("LDG.128", "STG.128"),
     r"\bcheck_kernel<": ("LDG.128",),
     r"\baccumulate_kernel<": ("LDG.128", "STG.128"),
-    r"\bquantize_kernel<": ("LDG.128",),
+    r"\bquantize_kernel<": ("LDG.128", "STG.128"),
     r"\bdequantize_kernel<": ("LDG.128", "STG.128"),
-    r"\bunpack_bits_kernel<": ("STG.128",),
+    r"\bpack_bits_kernel": ("LDG.128", "STG.128"),
+    r"\bpack_scaled_mask_kernel<": ("LDG.128", "STG.128"),
+    r"\bunpack_bits_kernel<": ("LDG.128", "STG.128"),
 }
+# Reciprocals and roots, of which divisions are made. What divides once a block of threads or once for 16 values stays
+# below; a division for each value of a vector does not.
+MAX_DIVISIONS = 8
 WIDTHS = {
     "U8": 8,
     "S8": 8,
@@ -93,6 +99,8 @@ class Kernel:
         for pattern, needed in STREAMING.items():
             if re.search(pattern, self.kernel):
                 broken += [f"no {access}" for access in needed if access not in self.accesses]
+                if self.accesses.get("MUFU", 0) > MAX_DIVISIONS:
+                    broken.append(f"{self.accesses['MUFU']} reciprocals or roots, more than {MAX_DIVISIONS}")
         return broken
 
 
@@ -184,9 +192,25 @@ def parse_sass(sass: str) -> dict[str, tuple[int, int, dict[str, int]]]:
     return found
 
 
+FORMATS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")  # StorageFormat's values in order
+
+
 def demangle(names: list[str]) -> list[str]:
     plain = run(["c++filt", "-p"], input="\n".join(names)).stdout.splitlines()
+    plain = [re.sub(r"\(fastamp::StorageFormat\)(\d)", lambda m: FORMATS[int(m[1])], name) for name in plain]
     return [name.removeprefix("void ").replace("fastamp::cuda::", "") for name in plain]
+
+
+def merge_tables(kernels: list[Kernel]) -> list[Kernel]:
+    """One row for the small and the large table of tensors where nothing but the table's size differs."""
+    groups: dict[tuple[str, int], list[Kernel]] = collections.defaultdict(list)
+    for kernel in kernels:
+        groups[re.sub(r", TensorTable<\d+, \d+> ", "", kernel.kernel), kernel.arch].append(kernel)
+    merged = []
+    for (name, _), alike in groups.items():
+        same = all(replace(k, kernel=name) == replace(alike[0], kernel=name) for k in alike)
+        merged += [replace(alike[0], kernel=name)] if same else alike
+    return sorted(merged, key=lambda k: (k.kernel, k.arch))
 
 
 def kernels_of(source: Path, arch: int) -> list[Kernel]:
@@ -204,8 +228,7 @@ def kernels_of(source: Path, arch: int) -> list[Kernel]:
 
 
 def table(kernels: list[Kernel]) -> str:
-    header = "  sm regs spill stack shared  instr instr/B  kernel: accesses"
-    lines = [header]
+    lines = ["  sm regs spill stack shared  instr instr/B  kernel: accesses"]
     for k in kernels:
         accesses = " ".join(f"{name}:{count}" for name, count in k.accesses.items())
         lines.append(
@@ -215,11 +238,19 @@ def table(kernels: list[Kernel]) -> str:
     return "\n".join(lines)
 
 
+def as_json(kernels: list[Kernel]) -> str:
+    """One kernel a line, so that a change shows as one changed line in review."""
+    rows = [asdict(k) | {"instructions_per_byte": round(k.instructions_per_byte, 2)} for k in kernels]
+    release = re.search(r"release [^\n]*", version_of(find_tool("nvcc", "nvidia-cuda-nvcc")))
+    header = json.dumps({"nvcc": release[0] if release else "unknown", "flags": NVCC_FLAGS})
+    return f'{{"compiler": {header},\n"kernels": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, help="such as 70 80 90")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a rule is broken")
-    parser.add_argument("--json", type=Path, help="write the numbers here, and a table beside it as .txt")
+    parser.add_argument("--json", type=Path, help="write the numbers here, rather than print a table")
     parser.add_argument("sources", type=Path, nargs="*", help="default: csrc/cuda/*.cu")
     arguments = parser.parse_args()
     sources = arguments.sources or sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
@@ -229,16 +260,16 @@ def main() -> None:
             found = list(pool.map(lambda job: kernels_of(*job), jobs))
     except Missing as problem:
         sys.exit(f"cannot run on this machine: {problem}")
-    kernels = sorted((k for rows in found for k in rows), key=lambda k: (k.kernel, k.arch))
-    text = table(kernels)
+    kernels = merge_tables([k for rows in found for k in rows])
     if arguments.json is None:
-        print(text)
+        print(table(kernels))
     else:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(k) | {"instructions_per_byte": round(k.instructions_per_byte, 2)} for k in kernels]
-        # One kernel a line, so that a change shows as one changed line in review.
-        arguments.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-        arguments.json.with_suffix(".txt").write_text(text + "\n")
+        arguments.json.write_text(as_json(kernels))
+    committed = ROOT / "benchmarks" / "results" / "sass.json"
+    if committed.exists():
+        changed = set(as_json(kernels).splitlines()) - set(committed.read_text().splitlines())
+        print(f"{len(changed)} lines that {committed.relative_to(ROOT)} does not have")
     broken = [f"sm_{k.arch} {k.kernel}: {rule}" for k in kernels for rule in k.broken_rules()]
     print(f"{len(kernels)} kernels on {len(arguments.arch)} architectures, {len(broken)} broken rules")
     for line in broken:
