@@ -65,6 +65,7 @@ def close(estimated: int, real: int) -> None:
         ("bert", {}),
         ("gpt", {}),
         ("gpt", {"precision": "bf16-amp"}),
+        ("cnn", {"precision": "bf16-amp"}),
         ("cnn", {"accumulation": 3}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "plain",

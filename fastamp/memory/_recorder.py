@@ -102,14 +102,17 @@ class Recorder(MemTracker):
         optimizer: torch.optim.Optimizer | None = None,
         watch: Collection[str] = (),
         cost: Callable[[Any, Any, Any], float] | None = None,
+        scratch: Callable[[Any, Any], int] | None = None,
     ) -> None:
-        """watch: modules whose beginnings are marked. cost: seconds of an operator, from it, its arguments
-        and its result; it becomes the clock of the record."""
+        """watch: modules whose beginnings are marked. cost: seconds of an operator, from it, its arguments and its
+        result; it becomes the clock of the record. scratch: bytes that it takes for itself, from it and its arguments.
+        """
         super().__init__()
         self.trace = Trace()
         self.marks: list[Mark] = []
         self._watch = frozenset(watch)
         self._cost = cost
+        self._scratch = scratch
         self._spent = 0.0
         self.phase = "forward"
         self._op = ""
@@ -279,6 +282,9 @@ class Recorder(MemTracker):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._cost is not None:
             self._spent += self._cost(func, (args, kwargs), result)
+        scratch = self._scratch(func, args) if self._scratch is not None else 0
+        if scratch:
+            self._log_scratch(scratch, phase, str(args[0].device))
         if "bernoulli" in self._op:  # a dropout mask, made by empty_like
             for block in self._blocks(args[0]):
                 block.op = self._op
@@ -341,6 +347,13 @@ class Recorder(MemTracker):
             phase = self.phase  # that of the last operator: what a step leaves is freed after it
         block.category = category
         self.trace.events.append(Event(action, block, change, category, phase, module, self._op, self._seconds()))
+
+    def _log_scratch(self, size: int, phase: str, device: str) -> None:
+        """What an operator takes and gives back beside its results, which are there by then."""
+        module, born = self._where()[1], len(self.trace.events)
+        block = Block(size, device, "temporaries", phase, module, self._op, (size,), "uint8", born, born + 1)
+        self._log("alloc", block, size, "temporaries")
+        self._log("free", block, -size, "temporaries")
 
     def finish(self) -> Trace:
         self.trace.resolve()

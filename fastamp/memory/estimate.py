@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from fastamp.memory import _blocks, _optimizers
+from fastamp.memory._cpu_kernels import scratch_bytes
 from fastamp.memory._cuda_kernels import cuda_kernels
 from fastamp.memory._recorder import Mark, Recorder
 from fastamp.memory._simulate import FakeModel, NotTraceable, fake_mode_of
@@ -44,6 +45,9 @@ def estimate(
     fallback: str = "raise",
 ) -> MemoryReport:
     """The memory of one step of `model`, computed on fake tensors: none of the model's memory is allocated.
+
+    Counted is what operators ask the allocator for. Not counted: what a kernel takes and gives back within itself
+    (but for the columns of the CPU's half-precision convolutions), library workspaces, the CUDA context.
 
     Args:
         model: a module with real, meta or fake parameters. It is as before afterwards.
@@ -203,7 +207,8 @@ class Setting:
                         if name in (gradients or ()):
                             parameter.grad = torch.empty_like(parameter)
                     step = Step(self.model, args, kwargs, targets, self.precision, self.loss, device.type)
-                    recorder = Recorder(self.model, watch=watch, cost=cost)
+                    scratch = scratch_bytes if self.device_type == "cpu" else None
+                    recorder = Recorder(self.model, watch=watch, cost=cost, scratch=scratch)
                     recorder.note_inputs(args, kwargs, targets)
                     return self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
             finally:

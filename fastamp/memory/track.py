@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastamp.memory import _optimizers
+from fastamp.memory._cpu_kernels import scratch_bytes
 from fastamp.memory._recorder import Recorder
 from fastamp.memory._step import precision_of
 from fastamp.memory.report import MemoryReport, fill
@@ -21,9 +22,10 @@ def track(model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_ev
 
     The report is filled when the block ends, also when it ends with an exception. Everything is counted that
     operators allocate, on any device, by what it is for: parameters, gradients, optimizer states,
-    activations, temporaries. What a kernel allocates and frees within itself is not seen; `report.measured`
-    has the device's own counters beside it: on CUDA bytes allocated and reserved at most (the difference is
-    fragmentation), on the CPU the growth of the resident set.
+    activations, temporaries. What a kernel allocates and frees within itself is not seen (but for the columns of
+    the CPU's half-precision convolutions, which are known); `report.measured` has the device's own counters beside
+    it: on CUDA bytes allocated and reserved at most (the difference is fragmentation), on the CPU the growth of the
+    resident set.
 
     Recording costs tens of microseconds an operator, keeps nothing alive and does not synchronise. Optimizer
     states that exist already are counted from the start, so the first step and later ones differ.
@@ -66,7 +68,7 @@ class Tracking:
         global _active
         if _active:
             raise RuntimeError("track: another track is active; end it first")
-        self._recorder = Recorder(self.model, self.optimizer)
+        self._recorder = Recorder(self.model, self.optimizer, scratch=scratch_bytes)
         self._recorder.note_inputs(self.inputs)
         self._counters = _Counters(self._recorder.trace.main_device(), self._rss_every)
         self._counters.start()
