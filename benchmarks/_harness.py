@@ -1,4 +1,5 @@
-"""What every benchmark here shares: interleaved timing, what the machine is, a table, a JSON file."""
+"""What every benchmark here shares: interleaved timing, what the machine is, progress, a table, a JSON file, and the
+comparison with an older one."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +86,7 @@ def time_interleaved(
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    p20, *_, p80 = statistics.quantiles(times, n=5)
+    p20, *_, p80 = statistics.quantiles(times, n=5, method="inclusive")
     return {
         "median": round(statistics.median(times), 3),
         "p20": round(p20, 3),
@@ -107,12 +110,27 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fastamp": fastamp.__version__,
+        "commit": _commit(),
         "host_module": _library.host is not None,
     }
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def _commit() -> str:
+    """What was measured: the commit, with a plus sign if files that git tracks differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/csrc", ":/fastamp", ":/benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _processor() -> str:
@@ -125,35 +143,125 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def arguments(name: str, description: str | None, device: bool = False) -> argparse.Namespace:
-    """The options that every benchmark takes, and --device for those that run on a GPU."""
+def arguments(name: str, description: str | None, devices: Sequence[str] = ("cpu",)) -> argparse.Namespace:
+    """The options that every benchmark takes. devices: where this one can run, the usual one first."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if device:
-        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch's threads")
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to measure")
-    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help="where to write the results")
+    parser.add_argument(
+        "--device", choices=devices, default=devices[0], help=f"where the tensors are (default: {devices[0]})"
+    )
+    parser.add_argument("--json", type=Path, help="where to write the results (default: benchmarks/results)")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD", help="older results: the exit code is 1 if a case is slower"
+    )
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    if options.json is None:
+        options.json = RESULTS / f"{name}{'' if options.device == devices[0] else f'_{options.device}'}.json"
+    if options.compare:
+        try:
+            options.compare = json.loads(options.compare.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--compare: {error}")
     torch.set_num_threads(options.threads)
     return options
 
 
-def report(name: str, results: list[dict[str, Any]], path: Path, device: str = "cpu") -> None:
-    """Prints a table of the results, and writes them with the machine's facts as JSON.
+def progress(cases: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+    """Calls each and yields its result; says on stderr how far it is."""
+    cases = list(cases)
+    begin = time.perf_counter()
+    for number, case in enumerate(cases, 1):
+        result = case()
+        name = result["case"] if isinstance(result, dict) else ""
+        print(f"[{number}/{len(cases)}, {time.perf_counter() - begin:.0f} s] {name}", file=sys.stderr, flush=True)
+        yield result
+
+
+def copy_speed(device: str = "cpu", mebibytes: int = 256) -> float:
+    """Bytes per second that `copy_` reads and writes between two float32 tensors of this size: what memory gives."""
+    a = torch.ones(mebibytes << 18, device=device)
+    b = torch.zeros_like(a)
+    timing = time_interleaved({"copy_": lambda: b.copy_(a)}, device=device, rounds=7, min_seconds=0.0)
+    return 2 * a.nbytes / (timing["copy_"]["median"] * 1e-6)
+
+
+def with_bandwidth(result: dict[str, Any], moved: dict[str, float], copied: float) -> dict[str, Any]:
+    """Adds what share of the memory's speed each contestant uses.
 
     Args:
-        results: dicts with ``case``, ``timing`` (of :func:`time_interleaved`), and optionally ``ratios``: a
-            dict of
-            floats, and ``target``: a dict of the same names.
+        moved: bytes that the contestant has to read and write at least.
+        copied: bytes per second, of `copy_speed`.
     """
-    print(f"{'case':44} {'what':28} {'median us':>11} {'p20':>11} {'p80':>11}")
+    result["of copy_"] = {
+        what: round(bytes_ / (result["timing"][what]["median"] * 1e-6) / copied, 3) for what, bytes_ in moved.items()
+    }
+    return result
+
+
+def report(
+    name: str, results: list[dict[str, Any]], options: argparse.Namespace, facts: dict[str, Any] | None = None
+) -> int:
+    """Prints a table of the results, writes them with the machine's facts as JSON, and compares with older ones.
+
+    Args:
+        results: dicts with ``case``, ``timing`` (of :func:`time_interleaved`), and optionally ``ratios``, a dict of
+            floats, ``target``, a dict of the same names, and ``of copy_`` (of :func:`with_bandwidth`).
+        options: of :func:`arguments`.
+        facts: more to write, beside the results.
+
+    Returns:
+        The exit code: 1 if a case is slower than ``--compare`` has it, by more than both measurements' noise.
+    """
+    width = max(len(result["case"]) for result in results)
+    print(f"{'case':{width}} {'what':28} {'median us':>11} {'p20':>11} {'p80':>11} {'of copy_':>9}")
     for result in results:
         for what, times in result["timing"].items():
-            print(f"{result['case']:44} {what:28} {times['median']:11.1f} {times['p20']:11.1f} {times['p80']:11.1f}")
+            share = result.get("of copy_", {}).get(what)
+            print(
+                f"{result['case']:{width}} {what:28} {times['median']:11.1f} {times['p20']:11.1f} {times['p80']:11.1f}"
+                + (f" {share:9.2f}" if share else "")
+            )
         for what, value in result.get("ratios", {}).items():
             target = result.get("target", {}).get(what)
-            print(f"{'':44} {what:28} {value:10.2f}x" + (f"   (target {target}x)" if target else ""))
+            verdict = f"   (target {target}x{'' if value >= target else ', missed'})" if target else ""
+            print(f"{'':{width}} {what:28} {value:10.2f}x{verdict}")
+    content = {"benchmark": name, "machine": machine(options.device), "unit": "us", **(facts or {}), "results": results}
+    write(content, options.json)
+    if not options.compare:
+        return 0
+    worse = slower(options.compare, content)
+    print("\n".join(["slower than before:", *worse] if worse else ["no case is slower than before"]))
+    return int(bool(worse))
+
+
+def write(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "machine": machine(device), "unit": "us", "results": results}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def slower(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """A line for each ratio that fell by more than the noise: the ranges from p20 to p80 of old and new do not meet.
+    Ratios are between contestants of one process, so that old and new may come from machines of different speed.
+    """
+
+    def ranges(content: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float, float]]:
+        found = {}
+        for result in content["results"]:
+            timing = result["timing"]
+            peer, *_ = timing
+            for what, times in timing.items():
+                if what.startswith("fastamp") or what.startswith("scaler."):
+                    low, high = timing[peer]["p20"] / times["p80"], timing[peer]["p80"] / times["p20"]
+                    found[result["case"], what] = (low, timing[peer]["median"] / times["median"], high)
+        return found
+
+    before = ranges(old)
+    lines = []
+    for key, (_, now, high) in ranges(new).items():
+        if key in before and high < before[key][0]:
+            lines.append(f"  {key[0]}, {key[1]}: {now:.2f}x of its peer, was {before[key][1]:.2f}x")
+    return lines

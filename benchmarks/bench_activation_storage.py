@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from _gpt import GPT, batch, call, in_turn, text
-from _harness import arguments, machine, time_interleaved
+from _harness import arguments, machine, time_interleaved, write
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -385,7 +384,7 @@ def table(cases: dict[str, dict[str, Any]], small: dict[str, dict[str, int]], la
 
 def main() -> None:
     options = arguments("activation_storage", __doc__)
-    layers, rounds, steps = (2, 2, 20) if options.quick else (12, 5, 120)
+    layers, rounds, steps = (1, 2, 3) if options.quick else (12, 5, 120)
     cases = measure(layers, rounds)
     errors = trained_errors(steps)
     small = small_gains(layers)
@@ -410,9 +409,7 @@ def main() -> None:
         "small_gains": small,
         "targets": targets,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written to {options.json}")
+    write(content, options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from _gpt import GPT, batch, call, in_turn, text
-from _harness import arguments, machine, summary
+from _harness import arguments, machine, summary, write
 from torch import Tensor
 
 import fastamp
@@ -288,7 +287,7 @@ def training(device: str, quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    options = arguments("gpu", __doc__, device=True)
+    options = arguments("gpu", __doc__, devices=("cuda", "cpu"))
     device, quick = options.device, options.quick
     elements = 2**13 if quick else 2**26
     rounds, seconds = (2, 0.0) if quick else (20, 0.25)
@@ -310,9 +309,8 @@ def main() -> None:
         memory = "".join(f", {what} {numbers[what] >> 20} MiB" for what in ("held", "peak") if what in numbers)
         print(f"training step, {way}: {times:.0f} us{memory}", flush=True)
     content = {"benchmark": "gpu", "machine": machine(device), "unit": "us", "results": results, "training": steps}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{len(results)} cases and {len(steps)} training steps written to {options.json}")
+    write(content, options.json)
+    print(f"{len(results)} cases and {len(steps)} training steps")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ backward pass of a model much larger than they are.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from _harness import arguments, ratio, report, time_interleaved
+from _harness import arguments, progress, ratio, report, time_interleaved
 
 import fastamp
 
@@ -32,17 +34,22 @@ class Loop:
         numel: int,
         optimizer: Callable[[Any], torch.optim.Optimizer],
         clips: bool,
+        device: str,
     ) -> None:
         self.clips = clips
-        generator = torch.Generator().manual_seed(0)
-        self.params = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for _ in range(count)]
+        generator = torch.Generator(device).manual_seed(0)
+
+        def values() -> torch.Tensor:
+            return torch.randn(numel, generator=generator, device=device)
+
+        self.params = [torch.nn.Parameter(values()) for _ in range(count)]
         for p in self.params:
-            p.grad = torch.randn(numel, generator=generator)
+            p.grad = values()
         self.grads = [p.grad for p in self.params]
         self.originals = [g.clone() for g in self.grads]
         self.optimizer = optimizer(self.params)
-        self.scaler = scaler("cpu", init_scale=SCALE, growth_interval=2**30)
-        self.scaler.scale(torch.ones(()))
+        self.scaler = scaler(device, init_scale=SCALE, growth_interval=2**30)
+        self.scaler.scale(torch.ones((), device=device))
 
         self.refill()
 
@@ -99,56 +106,59 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-4)
 
 
-def main() -> None:
-    options = arguments("grad_scaler", __doc__)
+def case(
+    options: Any,
+    name: str,
+    torch_function: str,
+    ours: dict[str, str],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    *,
+    count: int = 1000,
+    numel: int = 16,
+    clips: bool = False,
+    calls: int = 1,
+    target: float | None = None,
+    optimizer_alone: bool = False,
+) -> dict[str, Any]:
+    methods = {"torch": torch_function, **ours}
+    if optimizer_alone:
+        methods["the optimizer alone"] = "optimizer_alone"
+    loops = {}
+    for label in methods:
+        scaler = fastamp.GradScaler if label in ours else torch.amp.GradScaler
+        loops[label] = Loop(scaler, count, numel, optimizer, clips, options.device)
     rounds: dict[str, Any] = dict(rounds=5, min_seconds=0.0) if options.quick else dict(rounds=200, min_seconds=2.0)
-    results: list[dict[str, Any]] = []
+    timing = time_interleaved(
+        {label: getattr(loops[label], method) for label, method in methods.items()},
+        setup=(lambda name: loops[name].refill()) if clips else None,
+        device=options.device,
+        calls=calls,
+        **rounds,
+    )
+    result: dict[str, Any] = {"case": name, "timing": timing}
+    result["ratios"] = {f"torch / {label}": ratio(timing, "torch", label) for label in ours}
+    # The targets were set for a CPU.
+    if target is not None and options.device == "cpu":
+        result["target"] = {f"torch / {next(iter(ours))}": target}
+    return result
 
-    def case(
-        name: str,
-        torch_function: str,
-        ours: dict[str, str],
-        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
-        *,
-        count: int = 1000,
-        numel: int = 16,
-        clips: bool = False,
-        calls: int = 1,
-        target: float | None = None,
-        optimizer_alone: bool = False,
-    ) -> None:
-        methods = {"torch": torch_function, **ours}
-        if optimizer_alone:
-            methods["the optimizer alone"] = "optimizer_alone"
-        loops = {}
-        for label in methods:
-            scaler = fastamp.GradScaler if label in ours else torch.amp.GradScaler
-            loops[label] = Loop(scaler, count, numel, optimizer, clips)
-        functions = {label: getattr(loops[label], method) for label, method in methods.items()}
-        setup = (lambda name: loops[name].refill()) if clips else None
-        timing = time_interleaved(functions, setup=setup, calls=calls, **rounds)
-        result: dict[str, Any] = {"case": name, "timing": timing}
-        result["ratios"] = {f"torch / {label}": ratio(timing, "torch", label) for label in ours}
-        if target is not None:
-            result["target"] = {f"torch / {next(iter(ours))}": target}
-        results.append(result)
+
+def cases(options: Any) -> list[Callable[[], dict[str, Any]]]:
+    found: list[Callable[[], dict[str, Any]]] = []
+
+    def add(*args: Any, **kwargs: Any) -> None:
+        found.append(functools.partial(case, options, *args, **kwargs))
 
     small = "1,000 x 16"
     both_clips = {"scaler.clip_grad_norm_": "method_clip", "fastamp.clip_grad_norm_": "function_clip"}
     for state, calls in (("alone", 20), ("cold", 1)):
-        reach: dict[str, Any] = dict(calls=calls)
         unscale, clip = (20.0, 15.0) if state == "alone" else (None, None)
-        case(
-            f"{small}, {state}: unscale_ + update",
-            "unscale_update",
-            {"fastamp": "unscale_update"},
-            target=unscale,
-            **reach,
-        )
+        name = f"{small}, {state}: unscale_ + update"
+        add(name, "unscale_update", {"fastamp": "unscale_update"}, target=unscale, calls=calls)
         for clips in (False, True):
             what = "active" if clips else "inactive"
             name = f"{small}, {state}: unscale_ + {what} clip + update"
-            case(name, "torch_clip", both_clips, clips=clips, target=clip, **reach)
+            add(name, "torch_clip", both_clips, clips=clips, target=clip, calls=calls)
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGD": sgd,
         "SGD fused": lambda p: torch.optim.SGD(p, lr=1e-4, fused=True),
@@ -156,8 +166,8 @@ def main() -> None:
         "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
     }
     for label, optimizer in optimizers.items():
-        case(f"{small}: step + update, {label}", "step", {"fastamp": "step"}, optimizer, optimizer_alone=True)
-    case(
+        add(f"{small}: step + update, {label}", "step", {"fastamp": "step"}, optimizer, optimizer_alone=True)
+    add(
         f"{small}: active clip + step + update, AdamW fused",
         "torch_clip_step",
         {"fastamp": "method_clip_step", "fastamp, folded": "fold_clip_step"},
@@ -166,9 +176,14 @@ def main() -> None:
     )
     for count, numel in ((100, 16), (1, 16), (100, 65536)):
         name = f"{count} x {numel:,}: unscale_ + update"
-        case(name, "unscale_update", {"fastamp": "unscale_update"}, count=count, numel=numel)
-    report("grad_scaler", results, options.json)
+        add(name, "unscale_update", {"fastamp": "unscale_update"}, count=count, numel=numel)
+    return found
+
+
+def main() -> int:
+    options = arguments("grad_scaler", __doc__, devices=("cpu", "cuda"))
+    return report("grad_scaler", list(progress(cases(options))), options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

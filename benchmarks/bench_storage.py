@@ -2,16 +2,19 @@
 
 64 Mi float32 elements, block size 128. `bytes per second of copy_` compares what each reads and writes with copy_
 between two float32 tensors. All write into memory that is there already, torch's expressions with `out=` wherever
-they take it; `new memory` is what a call without `out=` takes, for both sides.
+they take it; `new memory` is what a call without `out=` takes, for both sides. `compiled` is torch.compile's code.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from _harness import arguments, ratio, report, time_interleaved
+from _harness import arguments, progress, ratio, report, time_interleaved
 from torch import Tensor
 
 from fastamp import ops
@@ -27,8 +30,8 @@ class Torch:
     def __init__(self, x: Tensor) -> None:
         self.x = x.view(-1, BLOCK)
         self.wide = torch.empty_like(self.x)
-        self.codes = torch.empty(self.x.shape, dtype=torch.int8)
-        self.scales = torch.empty(len(self.x), 1)
+        self.codes = torch.empty(self.x.shape, dtype=torch.int8, device=x.device)
+        self.scales = torch.empty(len(self.x), 1, device=x.device)
         self.chunked_quantize()
 
     def quantize(self) -> tuple[Tensor, Tensor]:
@@ -74,72 +77,85 @@ class Torch:
         return zip(*(self._split(t) for t in (self.x, self.codes, self.scales)), strict=True)
 
 
-def int8_cases(elements: int, rounds: int) -> list[dict[str, Any]]:
-    x = torch.randn(elements)
-    other = torch.zeros(elements)
+def compiled_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(dim=1, keepdim=True) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
+def compiled_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales
+
+
+def int8_case(options: Any, quantise: bool) -> dict[str, Any]:
+    elements = options.elements
+    x = torch.randn(elements, device=options.device)
+    other = torch.zeros_like(x)
     theirs = Torch(x)
     payload, scales = ops.quantize_blockwise(x)
     moved = payload.numel() + scales.numel() * 4 + elements * 4
-
-    def case(name: str, expressions: dict[str, Callable[[], Any]], ours: Callable, new: Callable) -> dict[str, Any]:
-        timing = time_interleaved(
-            {"copy_": lambda: other.copy_(x), **expressions, "fastamp": ours, "fastamp, new memory": new},
-            rounds=rounds,
-        )
-        best = min(expressions, key=lambda e: timing[e]["median"])
-        timing = {"torch": timing[best], **timing}
-        of_copy = moved / timing["fastamp"]["median"] / (8 * elements / timing["copy_"]["median"])
-        new_of_copy = moved / timing["fastamp, new memory"]["median"] / (8 * elements / timing["copy_"]["median"])
-        return {
-            "case": f"int8 {name}, {elements >> 20} Mi float32",
-            "timing": timing,
-            "best of torch": best,
-            "ratios": {
-                "against torch": ratio(timing, "torch", "fastamp"),
-                "bytes per second of copy_": round(of_copy, 2),
-                "the same, new memory": round(new_of_copy, 2),
-            },
-            "target": {"against torch": 5.0, "bytes per second of copy_": 0.6},
+    if quantise:
+        expressions: dict[str, Callable[[], Any]] = {
+            "abs().amax()": theirs.quantize,
+            "vector_norm": theirs.quantize_norm,
+            "vector_norm, out=": theirs.quantize_out,
+            "vector_norm, out=, chunks": theirs.chunked_quantize,
         }
+        ours = {
+            "fastamp": lambda: ops.quantize_blockwise(x, out=(payload, scales)),
+            "fastamp, new memory": lambda: ops.quantize_blockwise(x),
+        }
+    else:
+        expressions = {
+            "float() * scale": theirs.dequantize,
+            "float().mul_": theirs.dequantize_in_place,
+            "mul, out=": theirs.dequantize_out,
+            "copy_().mul_": theirs.dequantize_copy,
+            "mul, out=, chunks": theirs.chunked_dequantize,
+        }
+        ours = {
+            "fastamp": lambda: ops.dequantize_blockwise(payload, scales, x.shape, x.dtype, out=other),
+            "fastamp, new memory": lambda: ops.dequantize_blockwise(payload, scales, x.shape, x.dtype),
+        }
+    compiled: dict[str, Callable[[], Any]] = {}
+    if options.compile:
+        function = torch.compile(compiled_quantize if quantise else compiled_dequantize)
+        inputs = (theirs.x,) if quantise else (theirs.codes, theirs.scales)
+        compiled = {"compiled": lambda: function(*inputs)}
+    timing = time_interleaved(
+        {"copy_": lambda: other.copy_(x), **expressions, **compiled, **ours},
+        device=options.device,
+        rounds=options.rounds,
+    )
+    best = min(expressions, key=lambda e: timing[e]["median"])
+    copied = 8 * elements / timing["copy_"]["median"]
+    ratios = {
+        "against torch": round(timing[best]["median"] / timing["fastamp"]["median"], 2),
+        **({"against compiled": ratio(timing, "compiled", "fastamp")} if compiled else {}),
+        "bytes per second of copy_": round(moved / timing["fastamp"]["median"] / copied, 2),
+        "the same, new memory": round(moved / timing["fastamp, new memory"]["median"] / copied, 2),
+    }
+    return {
+        "case": f"int8 {'quantise' if quantise else 'dequantise'}, {elements >> 20} Mi float32",
+        "timing": {"torch": timing[best], **timing},
+        "best of torch": best,
+        "ratios": ratios,
+        "target": {"against torch": 5.0, "bytes per second of copy_": 0.6} if options.device == "cpu" else {},
+    }
 
-    return [
-        case(
-            "quantise",
-            {
-                "abs().amax()": theirs.quantize,
-                "vector_norm": theirs.quantize_norm,
-                "vector_norm, out=": theirs.quantize_out,
-                "vector_norm, out=, chunks": theirs.chunked_quantize,
-            },
-            lambda: ops.quantize_blockwise(x, out=(payload, scales)),
-            lambda: ops.quantize_blockwise(x),
-        ),
-        case(
-            "dequantise",
-            {
-                "float() * scale": theirs.dequantize,
-                "float().mul_": theirs.dequantize_in_place,
-                "mul, out=": theirs.dequantize_out,
-                "copy_().mul_": theirs.dequantize_copy,
-                "mul, out=, chunks": theirs.chunked_dequantize,
-            },
-            lambda: ops.dequantize_blockwise(payload, scales, x.shape, x.dtype, out=other),
-            lambda: ops.dequantize_blockwise(payload, scales, x.shape, x.dtype),
-        ),
-    ]
 
-
-def format_case(format: str, dtype: torch.dtype, stochastic: bool, elements: int, rounds: int) -> dict[str, Any]:
-    x = torch.randn(elements).to(dtype)
+def format_case(options: Any, format: str, dtype: torch.dtype, stochastic: bool = False) -> dict[str, Any]:
+    elements = options.elements // 4
+    x = torch.randn(elements, device=options.device).to(dtype)
     other = torch.zeros_like(x)
     out = ops.quantize_blockwise(x, format, BLOCK)
     timing = time_interleaved(
         {
             "copy_": lambda: other.copy_(x),
-            "quantise": lambda: ops.quantize_blockwise(x, format, BLOCK, stochastic, 1, out=out),
-            "dequantise": lambda: ops.dequantize_blockwise(*out, x.shape, dtype, out=other),
+            "fastamp quantise": lambda: ops.quantize_blockwise(x, format, BLOCK, stochastic, 1, out=out),
+            "fastamp dequantise": lambda: ops.dequantize_blockwise(*out, x.shape, dtype, out=other),
         },
-        rounds=rounds,
+        device=options.device,
+        rounds=options.few,
     )
     moved = (out[0].numel() * out[0].element_size() + out[1].numel() * 4) / elements + dtype.itemsize
     copied = 2 * dtype.itemsize / timing["copy_"]["median"]
@@ -148,14 +164,15 @@ def format_case(format: str, dtype: torch.dtype, stochastic: bool, elements: int
         "case": f"{format}{rounding}, {elements >> 20} Mi {str(dtype).removeprefix('torch.')}",
         "timing": timing,
         "ratios": {
-            f"{what}: bytes per second of copy_": round(moved / timing[what]["median"] / copied, 2)
+            f"{what}: bytes per second of copy_": round(moved / timing[f"fastamp {what}"]["median"] / copied, 2)
             for what in ("quantise", "dequantise")
         },
     }
 
 
-def mask_case(elements: int, rounds: int) -> dict[str, Any]:
-    x = torch.rand(elements) < 0.9
+def mask_case(options: Any) -> dict[str, Any]:
+    elements = options.elements // 4
+    x = torch.rand(elements, device=options.device) < 0.9
     dropped = x.float() / 0.9
     other, wide = torch.empty_like(x), torch.empty_like(dropped)
     payload = ops.pack_bits(x)
@@ -165,29 +182,30 @@ def mask_case(elements: int, rounds: int) -> dict[str, Any]:
         "timing": time_interleaved(
             {
                 "copy_ of bool": lambda: other.copy_(x),
-                "pack_bits": lambda: ops.pack_bits(x),
-                "unpack_bits": lambda: ops.unpack_bits(payload, x.shape),
                 "copy_ of float32": lambda: wide.copy_(dropped),
-                "pack_scaled_mask": lambda: ops.pack_scaled_mask(dropped),
-                "unpack_bits, float32": lambda: ops.unpack_bits(payload, x.shape, value),
+                "fastamp pack_bits": lambda: ops.pack_bits(x),
+                "fastamp unpack_bits": lambda: ops.unpack_bits(payload, x.shape),
+                "fastamp pack_scaled_mask": lambda: ops.pack_scaled_mask(dropped),
+                "fastamp unpack_bits, float32": lambda: ops.unpack_bits(payload, x.shape, value),
             },
-            rounds=rounds,
+            device=options.device,
+            rounds=options.few,
         ),
     }
 
 
-def main() -> None:
-    options = arguments("storage", __doc__)
-    elements = ELEMENTS // 64 if options.quick else ELEMENTS
-    rounds = 3 if options.quick else 15
-    results = int8_cases(elements, rounds)
-    few = rounds if options.quick else 7
-    for format in ("int8", "int4", "fp8_e4m3", "fp8_e5m2"):
-        results += [format_case(format, dtype, False, elements // 4, few) for dtype in (torch.float32, torch.bfloat16)]
-    results.append(format_case("int8", torch.float32, True, elements // 4, few))
-    results.append(mask_case(elements // 4, few))
-    report("storage", results, options.json)
+def main() -> int:
+    options = arguments("storage", __doc__, devices=("cpu", "cuda"))
+    options.elements = ELEMENTS // 64 if options.quick else ELEMENTS
+    options.rounds, options.few = (3, 3) if options.quick else (15, 7)
+    options.compile = not options.quick
+    cases: list[Callable[[], Any]] = [functools.partial(int8_case, options, quantise) for quantise in (True, False)]
+    for format, dtype in itertools.product(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), (torch.float32, torch.bfloat16)):
+        cases.append(functools.partial(format_case, options, format, dtype))
+    cases.append(functools.partial(format_case, options, "int8", torch.float32, stochastic=True))
+    cases.append(functools.partial(mask_case, options))
+    return report("storage", list(progress(cases)), options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

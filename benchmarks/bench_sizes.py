@@ -1,0 +1,82 @@
+"""How the cost grows: python benchmarks/bench_sizes.py
+
+`unscale_` and `update` of the scaler for 10 to 10,000 gradients of 16 elements, and the operators on one float32
+gradient of 1 KiB to 1 GiB. benchmarks/make_plots.py draws the curves.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from _harness import arguments, progress, ratio, report, time_interleaved
+
+import fastamp
+from fastamp import ops
+
+COUNTS = (10, 30, 100, 300, 1000, 3000, 10000)
+BYTES = tuple(2**power for power in range(10, 31, 2))
+SCALE = 1.0 + 2.0**-23
+
+
+def count_case(options: Any, count: int) -> dict[str, Any]:
+    device = options.device
+    parameters = [torch.nn.Parameter(torch.zeros(16, device=device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(16, device=device)
+    optimizer = torch.optim.SGD(parameters, lr=1e-4)
+
+    def loop(kind: Any) -> Any:
+        scaler = kind(device, init_scale=SCALE, growth_interval=2**30)
+        scaler.scale(torch.ones((), device=device))
+
+        def run() -> None:
+            scaler.unscale_(optimizer)
+            scaler.update()
+
+        return run
+
+    rounds: dict[str, Any] = dict(rounds=2, min_seconds=0.0) if options.quick else dict(rounds=20, min_seconds=1.0)
+    timing = time_interleaved(
+        {"torch": loop(torch.amp.GradScaler), "fastamp": loop(fastamp.GradScaler)},
+        device=device,
+        calls=max(1, 1000 // count),
+        **rounds,
+    )
+    ratios = {"against torch": ratio(timing, "torch", "fastamp")}
+    return {"case": f"{count} x 16: unscale_ + update", "count": count, "timing": timing, "ratios": ratios}
+
+
+def bytes_case(options: Any, nbytes: int) -> dict[str, Any]:
+    grads = [torch.randn(nbytes // 4, device=options.device)]
+    found_inf = torch.zeros((), device=options.device)
+    inv_scale = torch.tensor(SCALE, device=options.device)
+    quick = options.quick or nbytes >= 2**28
+    timing = time_interleaved(
+        {
+            "torch": lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale),
+            "mul_": lambda: grads[0].mul_(SCALE),
+            "fastamp": lambda: ops.unscale_(grads, found_inf, inv_scale),
+        },
+        device=options.device,
+        calls=max(1, 2**16 // nbytes),
+        rounds=3 if quick else 30,
+        min_seconds=0.0 if options.quick else 0.5,
+    )
+    ratios = {"against torch": ratio(timing, "torch", "fastamp"), "against mul_": ratio(timing, "mul_", "fastamp")}
+    size = f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+    return {"case": f"unscale_, one float32 tensor, {size}", "bytes": nbytes, "timing": timing, "ratios": ratios}
+
+
+def main() -> int:
+    options = arguments("sizes", __doc__, devices=("cpu", "cuda"))
+    sizes = BYTES[:6] if options.quick else BYTES
+    cases = [functools.partial(count_case, options, count) for count in COUNTS]
+    cases += [functools.partial(bytes_case, options, nbytes) for nbytes in sizes]
+    return report("sizes", list(progress(cases)), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
