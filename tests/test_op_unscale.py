@@ -132,6 +132,18 @@ def test_one_bad_value_anywhere_is_found(backend, dtype, bad, rng):
             assert found.item() == 1.0, (op, size, place, inv_scale)
 
 
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], ids=hex)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_a_scale_that_is_nan_leaves_nan_everywhere(backend, dtype, payload, rng):
+    """Whatever its payload: rounding one to a half must not carry it into infinity or zero."""
+    inv_scale = torch.tensor(payload, dtype=torch.int32).view(torch.float32).to(backend.device)
+    for op in ("unscale_", "unscale_norm_"):
+        grads = [torch.randn(1003, generator=rng).to(dtype).to(backend.device)]
+        found_inf = torch.zeros((), device=backend.device)
+        getattr(backend.ops, op)(grads, found_inf, inv_scale)
+        assert grads[0].isnan().all() and found_inf.item() == 1.0
+
+
 def test_many_bad_values(backend, rng):
     grads = [torch.full((40000,), float("nan"), device=backend.device) for _ in range(3)]
     found = scalar(0.0, backend.device)

@@ -158,6 +158,62 @@ struct Avx2<BF16> : Avx2Half {
   FASTAMP_AVX2 static void store(BF16* p, Raw r) { store_raw(p, r); }
   FASTAMP_AVX2 static bool any_nonfinite(Raw seen) { return above(seen, 0x7f7f); }
 };
+
+// kElements multiplied where they are: what is stored is returned.
+template <class T>
+struct Avx2Wide : Avx2<T> {
+  using typename Avx2<T>::Raw;
+  static constexpr int kElements = 8;
+  FASTAMP_AVX2 static Raw multiply(T* p, __m256 by) {
+    const Raw raw = Avx2<T>::pack(_mm256_mul_ps(Avx2<T>::load(p), by));
+    Avx2<T>::store(p, raw);
+    return raw;
+  }
+};
+
+// Sixteen at a time as eight words with an even and an odd element each: a bfloat16 is the upper half of a float, so
+// that odd ones are floats as they stand, and nothing has to cross lanes. It takes half the time of widening eight.
+template <>
+struct Avx2Wide<BF16> {
+  using Raw = __m256i;
+  static constexpr int kElements = 16;
+  FASTAMP_AVX2 static Raw multiply(BF16* p, __m256 by) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256 even = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), by);
+    const __m256 odd = _mm256_mul_ps(
+        _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))), by);
+    __m256i low = rounded(even), high = rounded(odd);
+    const __m256 unordered = _mm256_cmp_ps(even, odd, _CMP_UNORD_Q);
+    if (__builtin_expect(!_mm256_testz_ps(unordered, unordered), 0)) {
+      low = quiet_nans(even, low);
+      high = quiet_nans(odd, high);
+    }
+    const Raw raw = _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, 0xaa);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), raw);
+    return raw;
+  }
+  FASTAMP_AVX2 static Raw zero() { return _mm256_setzero_si256(); }
+  FASTAMP_AVX2 static Raw note(Raw seen, Raw r) {
+    return _mm256_max_epu16(seen, _mm256_and_si256(r, _mm256_set1_epi16(0x7fff)));
+  }
+  FASTAMP_AVX2 static bool any_nonfinite(Raw seen) {
+    const __m256i bad = _mm256_cmpgt_epi16(seen, _mm256_set1_epi16(0x7f7f));
+    return !_mm256_testz_si256(bad, bad);
+  }
+
+ private:
+  // To nearest even, in the upper halves; the lower ones hold what is left.
+  FASTAMP_AVX2 static __m256i rounded(__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
+  }
+  // Rounding could carry a NaN into infinity or zero.
+  FASTAMP_AVX2 static __m256i quiet_nans(__m256 v, __m256i rounded) {
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+  }
+};
 #endif
 
 }  // namespace fastamp::cpu

@@ -81,16 +81,12 @@ FASTAMP_AVX2 bool check_span_avx2(const T* p, int64_t n) {
 
 template <class T>
 FASTAMP_AVX2 bool multiply_span_avx2(T* p, int64_t n, float factor) {
-  using V = Avx2<T>;
+  using V = Avx2Wide<T>;
   const __m256 by = _mm256_set1_ps(factor);
   auto seen = V::zero();
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
-    for (int u = 0; u < kUnroll; ++u) {
-      const auto raw = V::pack(_mm256_mul_ps(V::load(p + i + u * kStep), by));
-      V::store(p + i + u * kStep, raw);
-      seen = V::note(seen, raw);
-    }
+    for (int u = 0; u < kLanes; u += V::kElements) seen = V::note(seen, V::multiply(p + i + u, by));
   return V::any_nonfinite(seen) | multiply_span(p + i, n - i, factor);
 }
 
@@ -111,27 +107,27 @@ FASTAMP_AVX2 bool accumulate_span_avx2(float* main, const T* grad, int64_t n, fl
 
 template <class T, bool kWrite>
 FASTAMP_AVX2 bool multiply_norm_run_avx2(T* p, int64_t n, float factor, float (&lanes)[kLanes]) {
-  using V = Avx2<T>;
+  using V = Avx2Wide<T>;
   const __m256 by = _mm256_set1_ps(factor);
   auto seen = V::zero();
   __m256 sum[kUnroll];
   for (int u = 0; u < kUnroll; ++u) sum[u] = _mm256_setzero_ps();
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int u = 0; u < kUnroll; ++u) {
-      T* at = p + i + u * kStep;
-      __m256 x = V::load(at);
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int u = 0; u < kLanes; u += V::kElements) {
       typename V::Raw raw;
       if (kWrite) {
-        raw = V::pack(_mm256_mul_ps(x, by));
-        V::store(at, raw);
-        x = V::load(at);  // the norm is of what was stored
+        raw = V::multiply(p + i + u, by);
       } else {
-        std::memcpy(&raw, at, sizeof raw);
+        std::memcpy(&raw, p + i + u, sizeof raw);
       }
       seen = V::note(seen, raw);
+    }
+    for (int u = 0; u < kUnroll; ++u) {
+      const __m256 x = Avx2<T>::load(p + i + u * kStep);  // the norm is of what was stored
       sum[u] = _mm256_add_ps(sum[u], _mm256_mul_ps(x, x));
     }
+  }
   for (int u = 0; u < kUnroll; ++u) _mm256_storeu_ps(lanes + u * kStep, sum[u]);
   return V::any_nonfinite(seen) | multiply_norm_run<T, kWrite>(p + i, n - i, factor, lanes);
 }
