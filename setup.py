@@ -124,6 +124,11 @@ def arch_flags() -> list[str]:
     return cpp_extension._get_cuda_arch_flags()
 
 
+def arch_names(gencode: list[str]) -> list[str]:
+    """What the flags build for: sm_90 is machine code, compute_90 PTX."""
+    return re.findall(r",code=(\w+)", " ".join(gencode))
+
+
 def runtime_library() -> tuple[str, str]:
     """Folder and name of CUDA's runtime library: the toolkit's, or the one that torch itself loads."""
     home = Path(cpp_extension.CUDA_HOME)
@@ -186,7 +191,7 @@ def extensions() -> list[Extension]:
         include += toolkit_headers()
         flags["cxx"] = flags["cxx"] + ["-DUSE_CUDA"]
         gencode = arch_flags()
-        archs = re.findall(r"code=(\w+)", " ".join(gencode))
+        archs = arch_names(gencode)
         # No fast-math: subnormals and NaN must survive. -fmad=false for the same reason as -ffp-contract=off.
         flags["nvcc"] = [
             "-std=c++17",

@@ -79,6 +79,31 @@ def test_asked_for_cuda_and_impossible(build, monkeypatch, tmp_path, cuda, relea
         build.wants_cuda()
 
 
+def test_architectures_are_noted_as_nvcc_names_them(build, monkeypatch):
+    """As torch's helper spells the flags; python -m fastamp compares the names with the GPUs it sees."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0+PTX")
+    names = build.arch_names(build.arch_flags())
+    assert sorted(names) == ["compute_90", "sm_75", "sm_90"]
+    from fastamp import _diagnostics
+
+    assert [_diagnostics.runs_on(names, c) for c in ((7, 0), (7, 5), (9, 0), (12, 0))] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("has_development_link", [True, False])
+def test_cuda_runtime_library(build, monkeypatch, tmp_path, has_development_link):
+    """The toolkit's where it can be linked, else the one among torch's own packages."""
+    home, wheel = tmp_path / "cuda", tmp_path / "site" / "nvidia" / "cu13" / "lib"
+    (home / "lib64").mkdir(parents=True)
+    wheel.mkdir(parents=True)
+    (wheel / "libcudart.so.13").touch()
+    if has_development_link:
+        (home / "lib64" / "libcudart.so").touch()
+    monkeypatch.setattr(build.cpp_extension, "CUDA_HOME", str(home))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "site" / "torch" / "__init__.py"))
+    expected = (str(home / "lib64"), "cudart") if has_development_link else (str(wheel), ":libcudart.so.13")
+    assert build.runtime_library() == expected
+
+
 def test_nvcc_on_the_path_may_be_a_wrapper(build, monkeypatch, tmp_path):
     """torch takes the folder above the wrapper's for the toolkit; nvcc knows better."""
     for name in ("CUDA_HOME", "CUDA_PATH"):

@@ -8,6 +8,9 @@ struct StreamPolicy {
   // (65,536 registers / 1,024 threads on 7.5; 2,048 threads on the others leave 32, at which half occupancy serves).
   static constexpr int kThreads = 256;
   static constexpr int kWarps = kThreads / 32;
+  // Blocks that must fit a multiprocessor, where a kernel needs to be told: leaves 64 registers a thread. Untold, the
+  // compiler aims at 32 on some architectures, and spills.
+  static constexpr int kResidentBlocks = 4;
   // 128-bit loads in flight a thread: 4 x 16 bytes x 2,048 threads = 128 KiB a multiprocessor, above the bandwidth x
   // latency of every part from V100 to H200 (about 40 to 64 KiB).
   static constexpr int kUnroll = 4;

@@ -120,7 +120,8 @@ __device__ __forceinline__ void store_codes(uint8_t* payload, int64_t begin, int
 // for 16 values. The loads of a warp are 64 bytes apart (float), each sector being used
 // by two loads in a row.
 template <StorageFormat kFormat, class T, bool kStochastic>
-__global__ void __launch_bounds__(StreamPolicy::kThreads, 4) quantize_kernel(const __grid_constant__ Quantize args) {
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
+    quantize_kernel(const __grid_constant__ Quantize args) {
   constexpr int kCount = kThreadElements;
   constexpr int64_t kTile = kCount * StreamPolicy::kThreads;
   static_assert(kTile >= kMaxBlockSize, "a block of elements must not reach beyond a block of threads");
@@ -236,7 +237,8 @@ __device__ __forceinline__ float largest_of<__nv_bfloat16>() {
 }
 
 template <StorageFormat kFormat, class T>
-__global__ void __launch_bounds__(StreamPolicy::kThreads) dequantize_kernel(const __grid_constant__ Dequantize args) {
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
+    dequantize_kernel(const __grid_constant__ Dequantize args) {
   constexpr int kCount = Vec<T>::N, kBits = Codec<kFormat>::kBits;
   constexpr int kWarpElements = kWarpPayloadBytes * 8 / kBits;
   FASTAMP_SHARED(Vec<uint32_t>, shared, StreamPolicy::kThreads);
@@ -329,7 +331,7 @@ __device__ __forceinline__ void pack_mask(int64_t numel, uint8_t* payload, const
   }
 }
 
-__global__ void __launch_bounds__(StreamPolicy::kThreads, 4)
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
     pack_bits_kernel(const uint8_t* mask, int64_t numel, uint8_t* payload) {
   const bool aligned = is_aligned(mask);
   pack_mask<4>(numel, payload, [&](int64_t begin, int64_t left) {
@@ -350,7 +352,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads, 4)
 // seen[0] collects the bits that are set in any non-zero element, seen[1] those that are clear in any: all non-zero
 // elements are equal where no bit is in both.
 template <class Word>
-__global__ void __launch_bounds__(StreamPolicy::kThreads, 4)
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
     pack_scaled_mask_kernel(const Word* x, int64_t numel, uint8_t* payload, uint64_t* seen) {
   const bool aligned = is_aligned(x);
   Word set = 0, clear = 0;
@@ -395,7 +397,7 @@ __global__ void finish_scaled_mask_kernel(const uint64_t* seen, Word nan, Word* 
 
 // Word is as wide as an element of the result; `value` is null for a bool mask.
 template <class Word>
-__global__ void __launch_bounds__(StreamPolicy::kThreads, 4)
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
     unpack_bits_kernel(const uint8_t* payload, int64_t numel, const Word* value, Word* out) {
   constexpr int kCount = Vec<Word>::N;
   FASTAMP_SHARED(Vec<uint32_t>, shared, StreamPolicy::kThreads);

@@ -193,7 +193,7 @@ __device__ __forceinline__ bool run_dense_norm(const Table& table, const Pass& p
 }
 
 template <class T, class Table>
-__global__ void __launch_bounds__(StreamPolicy::kThreads)
+__global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
     unscale_norm_kernel(const __grid_constant__ Table table, const float* inv_scale, float* found_inf,
                         const __grid_constant__ NormOutput output) {
   const float factor = *inv_scale;
