@@ -63,6 +63,9 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
     bench = [python, "benchmarks/bench_gpu.py", "--json", str(out / "benchmarks.json")]
     several = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     watched = [*compare, "--backends", "cuda", "--seed", "0", "--quick"]
+    sanitizer = ["compute-sanitizer", "--error-exitcode", "97", "--print-limit", "20"]
+    # Checking torch's kernels too would take long. initcheck must watch them: what they write is initialised.
+    ours = ["--kernel-regex", "kns=fastamp"]
     # Each tensor is an allocation of its own, so that a step beside it is seen.
     no_pool = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [
@@ -106,7 +109,7 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
         [
             Part(
                 tool,
-                ["compute-sanitizer", "--tool", tool, "--error-exitcode", "97", "--print-limit", "20", *watched],
+                [*sanitizer, "--tool", tool, *(() if tool == "initcheck" else ours), *watched],
                 [python, "--version"],
                 100,
                 ("compute-sanitizer",),
@@ -137,6 +140,15 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
 
 
 # ---- running them
+
+
+def find_toolkit() -> None:
+    """Puts the tools of a CUDA toolkit that is there on PATH, behind what is on it."""
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    for home in filter(None, homes):
+        for folder in ("bin", "compute-sanitizer", "extras/compute-sanitizer"):
+            if (Path(home) / folder).is_dir():
+                os.environ["PATH"] += os.pathsep + str(Path(home) / folder)
 
 
 def lacks(part: Part) -> list[str]:
@@ -333,6 +345,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("benchmarks.json", "comparison.json"):
         (out / stale).unlink(missing_ok=True)
+    find_toolkit()
     machine = facts()
     dry = not machine["gpus"]
     if dry:

@@ -124,7 +124,8 @@ def test_what_runs_on_a_gpu(script, tmp_path):
                 assert (ROOT / word).exists(), word
     assert parts[0].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
     commands = {part.name: part.command for part in parts}
-    assert commands["racecheck"][:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        assert commands[tool][0] == "compute-sanitizer" and commands[tool][commands[tool].index("--tool") + 1] == tool
     assert script.TOTAL_SECONDS < 9 * 60
 
 
