@@ -293,8 +293,11 @@ def main() -> None:
     rounds, seconds = (2, 0.0) if quick else (20, 0.25)
     results: list[dict[str, Any]] = []
     print(f"{'case':62} {'way':26} {'device us':>11} {'host us':>10} {'GB/s':>7}")
-    for make in (copy_case, unscale_cases, clip_cases, storage_cases, scaler_cases):
-        for name, nbytes, ways in make(device) if make is scaler_cases else make(device, elements):  # type: ignore[operator]
+    makes = [
+        functools.partial(make, device, elements) for make in (copy_case, unscale_cases, clip_cases, storage_cases)
+    ]
+    for make in (*makes, functools.partial(scaler_cases, device)):
+        for name, nbytes, ways in make():
             timing = take_turns(ways, device, rounds, seconds)
             results.append({"case": name, "bytes": nbytes, "timing": timing})
             for way, times in timing.items():
