@@ -278,15 +278,18 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads)
     for (int64_t i = thread; i < vectors; i += kThreads) {
       const int64_t at = head + i * kPerVector;
       const Vec<T> g = load128(grad + at);
+      Vec<float> m[kPerVector / kFloats];
 #pragma unroll
-      for (int part = 0; part < kPerVector; part += kFloats) {
-        Vec<float> m = load128(main + at + part);
+      for (int part = 0; part < kPerVector / kFloats; ++part) m[part] = load128(main + at + part * kFloats);
+#pragma unroll
+      for (int part = 0; part < kPerVector / kFloats; ++part) {
 #pragma unroll
         for (int k = 0; k < kFloats; ++k) {
-          m.v[k] = accumulate_one(m.v[k], g.v[part + k], factor);
-          found |= !isfinite(m.v[k]);
+          float& x = m[part].v[k];
+          x = accumulate_one(x, g.v[part * kFloats + k], factor);
+          found |= !isfinite(x);
         }
-        store128(main + at + part, m);
+        store128(main + at + part * kFloats, m[part]);
       }
     }
     for (int64_t i = thread; i < head; i += kThreads) one(i);

@@ -52,8 +52,9 @@ struct alignas(16) Vec {
   T v[N];
 };
 
-// One 128-bit load or store; the address must be a multiple of 16 bytes. Going through uint4 makes it one
-// instruction whatever the compiler thinks of the members of T.
+// One 128-bit load or store of global memory; the address must be a multiple of 16 bytes. Going through uint4 makes the
+// load one instruction whatever the compiler thinks of the members of T. The store is written out: nvcc cuts a plain one
+// into up to four, by what it knows of the words' origin.
 template <class T>
 __device__ __forceinline__ Vec<T> load128(const T* address) {
   const uint4* const source = reinterpret_cast<const uint4*>(address);
@@ -70,27 +71,13 @@ __device__ __forceinline__ void store128(T* address, const Vec<T>& value) {
   check_alignment(target, "store128");
   uint4 bits;
   memcpy(&bits, &value, sizeof(bits));
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "r"(bits.x),
+               "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+#else
   *target = bits;
-}
-
-// The same for data that is touched once (ld.global.cs, st.global.cs): first to be evicted from the cache.
-template <class T>
-__device__ __forceinline__ Vec<T> load128_streaming(const T* address) {
-  const uint4* const source = reinterpret_cast<const uint4*>(address);
-  check_alignment(source, "load128_streaming");
-  const uint4 bits = __ldcs(source);
-  Vec<T> result;
-  memcpy(&result, &bits, sizeof(bits));
-  return result;
-}
-
-template <class T>
-__device__ __forceinline__ void store128_streaming(T* address, const Vec<T>& value) {
-  uint4* const target = reinterpret_cast<uint4*>(address);
-  check_alignment(target, "store128_streaming");
-  uint4 bits;
-  memcpy(&bits, &value, sizeof(bits));
-  __stcs(target, bits);
+#endif
 }
 
 }  // namespace fastamp
