@@ -52,9 +52,9 @@ struct alignas(16) Vec {
   T v[N];
 };
 
-// One 128-bit load or store of global memory; the address must be a multiple of 16 bytes. Going through uint4 makes the
-// load one instruction whatever the compiler thinks of the members of T. The store is written out: nvcc cuts a plain one
-// into up to four, by what it knows of the words' origin.
+// One 128-bit load or store of global memory; the address must be a multiple of 16 bytes. Going through uint4 makes
+// the load one instruction whatever the compiler thinks of the members of T. The store is written out: nvcc cuts a
+// plain one into up to four, by what it knows of the words' origin.
 template <class T>
 __device__ __forceinline__ Vec<T> load128(const T* address) {
   const uint4* const source = reinterpret_cast<const uint4*>(address);

@@ -274,7 +274,7 @@ class Translator:
             line = re.sub(r"//.*", "", raw).strip()
             if not line:
                 continue
-            if not pending and (IGNORED_DIRECTIVES.match(line) or line.startswith((".loc", ".maxntid"))):
+            if not pending and (IGNORED_DIRECTIVES.match(line) or line.startswith((".loc\t", ".loc ", ".maxntid"))):
                 yield line
                 continue
             pending = f"{pending} {line}".strip()
@@ -382,7 +382,7 @@ class Translator:
         entry = self.entry
         if statement.endswith(":"):
             entry.lines.append(f"{self.label(statement[:-1])}:;")
-        elif statement.startswith(".loc"):
+        elif re.match(r"\.loc\s", statement):
             found = re.match(r"\.loc\s+(\d+)\s+(\d+)", statement)
             if found[1] in self.files and int(found[2]):
                 entry.lines.append(f'#line {found[2]} "{self.files[found[1]]}"')
