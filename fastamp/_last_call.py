@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ _inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models seen
 
 def _remember(module: nn.Module, args: Any) -> None:
     global last
+    if torch.compiler.is_compiling():  # modules inside a compiled one: nothing to trace here
+        return
     again = last is not None and last.model() is module
     if module in _inner and not again:
         return
@@ -76,6 +79,8 @@ def watching(file: TextIO | None = None) -> Iterator[None]:
     call.
     """
     global last
+    # Compiled modules run this hook once more, which does no harm.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     hook = register_module_forward_pre_hook(_remember)
     try:
         yield

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,16 @@ def test_an_error_in_forward_is_found_in_its_frames():
         except torch.OutOfMemoryError as error:
             explain_oom(error, file=out)
     assert "checkpoint the 6 blocks" in out.getvalue() and "an optimizer, for none was found" in out.getvalue()
+
+
+def test_watching_leaves_a_compiled_model_whole_and_explains_it():
+    model, out = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.Linear(64, 16))), io.StringIO()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)  # raises where the watch would break the graph
+    with pytest.raises(torch.OutOfMemoryError), warnings.catch_warnings(), watching(file=out):
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        _Greedy.apply(compiled(torch.randn(8, 16))).sum().backward()
+    assert "fastamp: out of memory" in out.getvalue() and "most activations: 0 2.00 KiB" in out.getvalue()
 
 
 def test_remedies_are_sorted_and_their_bytes_are_simulated():

@@ -301,25 +301,25 @@ def test_finetune_insists_on_frozen_parameters_and_training_on_others():
 
 def test_precision_changes_parameters_or_activations():
     model, inputs = GPT(blocks=1), torch.randint(300, (8, 64))
-    plain = estimate(model, inputs)
-    half = estimate(model, inputs, precision="bf16")
-    amp = estimate(model, inputs, precision="fp16-amp")
+    plain = estimate(model, inputs, optimizer="sgd")
+    half = estimate(model, inputs, optimizer="sgd", precision="bf16")
+    amp = estimate(model, inputs, optimizer="sgd", precision="fp16-amp")
     assert half.parameters.bytes * 2 == plain.parameters.bytes == amp.parameters.bytes
     assert half.gradients * 2 == plain.gradients == amp.gradients
     assert half.activations < amp.activations < plain.activations
-    assert estimate(model, inputs, precision=torch.bfloat16).peak.bytes == half.peak.bytes
+    assert estimate(model, inputs, optimizer="sgd", precision=torch.bfloat16).peak.bytes == half.peak.bytes
 
 
 def test_gradients_are_there_at_the_peak_from_the_second_micro_batch_on():
     model, inputs = GPT(blocks=1), torch.randint(300, (2, 32))
-    once, twice = (estimate(model, inputs, accumulation=n) for n in (1, 2))
+    once, twice = (estimate(model, inputs, optimizer="sgd", accumulation=n) for n in (1, 2))
     assert twice.peak.breakdown["gradients"] == twice.gradients > once.peak.breakdown["gradients"]
-    assert estimate(model, inputs, accumulation=7).peak.bytes == twice.peak.bytes
+    assert estimate(model, inputs, optimizer="sgd", accumulation=7).peak.bytes == twice.peak.bytes
 
 
 def test_tied_weights_count_once():
     model = GPT()
-    report = estimate(model, torch.randint(300, (1, 8)))
+    report = estimate(model, torch.randint(300, (1, 8)), optimizer=None)
     assert report.parameters.bytes == storage_bytes(*model.parameters()) == report.whole["parameters"]
 
 
@@ -354,7 +354,7 @@ def test_peak_of_a_large_optimizer_step_falls_there():
 
 def test_cuda_kernels_keep_masks_as_bools_and_no_attention_matrix():
     model, inputs = GPT(blocks=1, dropout=0.1), torch.randint(300, (2, 64))
-    cpu, cuda = (estimate(model, inputs, device=device) for device in ("cpu", "cuda"))
+    cpu, cuda = (estimate(model, inputs, optimizer=None, device=device) for device in ("cpu", "cuda"))
     attention = 2 * 4 * 64 * 64 * 4  # one block's batch x heads x time x time floats
     assert cpu.activations_by_kind["softmax"] == attention and "softmax" not in cuda.activations_by_kind
     hidden = 2 * 64 * 64
@@ -514,7 +514,7 @@ def test_inputs_as_keywords_and_tuples():
             return {"loss": (y * mask).mean() if mask is not None else y.mean(), "logits": y}
 
     model, x, mask = Two(), torch.randn(2, 8, 16), torch.ones(2, 8, 16)
-    by_name = estimate(model, {"x": x, "mask": mask, "scale": 2.0})
-    by_place = estimate(model, (x, mask, 2.0))
+    by_name = estimate(model, {"x": x, "mask": mask, "scale": 2.0}, optimizer=None)
+    by_place = estimate(model, (x, mask, 2.0), optimizer=None)
     assert isinstance(by_name, MemoryReport) and by_name.peak.bytes == by_place.peak.bytes
     assert by_name.whole["inputs"] == x.nbytes + mask.nbytes

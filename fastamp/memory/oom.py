@@ -96,6 +96,7 @@ def _explanation(exception: BaseException, model: nn.Module | None, inputs: Any,
             "fastamp: out of memory, and no model was found in the frames of the error. Where the memory goes shows\n"
             "  with fastamp.memory.track(model, optimizer) as report: ...   or   fastamp.memory.estimate(model, inputs)"
         )
+    model = _unwrapped(model)
     training = (call is None or call.grad) and any(p.requires_grad for p in model.parameters())
     optimizer = optimizer if optimizer is not None else _found_optimizer(model)
     device = next((p.device.type for p in model.parameters()), "cpu")
@@ -132,6 +133,17 @@ def _explanation(exception: BaseException, model: nn.Module | None, inputs: Any,
         missing = ", and the states of an optimizer, for none was found" if optimizer is None else ""
         lines.append(f"Not in these numbers: what the loss keeps{missing}.")
     return "\n".join(lines)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module in what torch.compile or a data-parallel wrapper made of it."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def _precision(autocast: torch.dtype | None) -> Any:

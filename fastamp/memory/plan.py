@@ -6,7 +6,6 @@ import copy
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastamp.memory import _blocks
+from fastamp.memory._cost import clock
 from fastamp.memory._profile import (
     Choice,
     NotAStack,
@@ -132,7 +132,7 @@ class Plan:
         """Runs the planned step for real, on a copy of the model, and measures its peak and its time.
 
         Needs room for a second copy of the parameters. The time is the median of `repeats` unrecorded steps after one
-        that warms up; on CUDA each is waited for.
+        that warms up: processor time on a CPU with one thread, else wall-clock time; on CUDA each is waited for.
 
         Returns:
             `peak` and `predicted_peak` in bytes, `seconds` and `predicted_seconds`, and the measured `report`.
@@ -433,7 +433,7 @@ def measure(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, f
     model = copy.deepcopy(setting.model)
     step, optimizer = setting.real_step(model)
     undo = _blocks.apply(model, plan.treatments)
-    times = []
+    now, times = clock(setting.device_type), []
 
     def run(pieces: int) -> None:
         for _ in range(pieces):
@@ -443,11 +443,11 @@ def measure(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, f
             optimizer.zero_grad()
 
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        began = now()
         run(plan.accumulation)
         if setting.device_type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(now() - began)
     inputs = (step.args, step.kwargs, step.targets)
     with Tracking(model, optimizer, inputs=inputs) as report:
         run(min(plan.accumulation, 2))
