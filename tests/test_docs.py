@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from doc_pages import run_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +117,25 @@ def test_quotations_are_true(file, lines):
     source = iter([line.strip() for line in (ROOT / file).read_text().splitlines()])
     for line in lines:
         assert line in source, f"add-an-op.md quotes what {file} does not have there: {line}"
+
+
+def test_readme_loop_runs():
+    """With what it takes for granted, on a CPU."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    names = {
+        "loader": [(torch.randn(3, 4), torch.tensor([0, 1, 1]))] * 2,
+        "loss_fn": lambda outputs, targets: torch.nn.functional.cross_entropy(outputs.float(), targets),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+    }
+    before = model.weight.detach().clone()
+    exec(code.replace('"cuda"', '"cpu"'), names)
+    assert scheduler.last_epoch == 2 and names["scaler"].is_enabled()
+    assert not torch.equal(model.weight, before)
 
 
 def test_faq_snippets_run():
