@@ -1,7 +1,9 @@
 """Fused mixed-precision primitives for PyTorch: a drop-in GradScaler and checkpoint.
 
-from fastamp import GradScaler            # in place of torch.amp.GradScaler
-from fastamp import checkpoint            # in place of torch.utils.checkpoint.checkpoint
+Change two imports of a training loop:
+
+    from fastamp import GradScaler            # in place of torch.amp.GradScaler
+    from fastamp import checkpoint            # in place of torch.utils.checkpoint.checkpoint
 """
 
 import importlib

@@ -1,9 +1,11 @@
 """Where the memory of a training step goes, before it runs out, and a plan that fits.
 
-estimate(model, inputs)              the memory of a step, computed without allocating it
-with track(model, optimizer) as r:   the same of a live step
-plan(model, inputs, budget="10GB")   the fastest way to fit a step into a budget
-explain_oom(error)                   what held the memory that ran out, and what to do about it
+In short:
+
+    estimate(model, inputs)              the memory of a step, computed without allocating it
+    with track(model, optimizer) as r:   the same of a live step
+    plan(model, inputs, budget="10GB")   the fastest way to fit a step into a budget
+    explain_oom(error)                   what held the memory that ran out, and what to do about it
 """
 
 from fastamp.memory._simulate import NotTraceable
