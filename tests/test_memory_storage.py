@@ -14,6 +14,10 @@ import fastamp
 from fastamp.memory import _blocks, estimate, track
 
 
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.01, momentum=0.9)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     before = torch.get_num_threads()
@@ -43,7 +47,7 @@ def _checkpointed(form: str) -> Callable[..., Any]:
 
 
 def _step_of(model: nn.Module, inputs: Tensor, loss: Callable[[Tensor], Tensor], autocast: bool) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = _sgd(model.parameters())
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -62,7 +66,6 @@ def _step_of(model: nn.Module, inputs: Tensor, loss: Callable[[Tensor], Tensor],
     "kind, settings",
     [
         ("cnn", {"store": "int8"}),
-        ("cnn", {"checkpoint": True, "store": "bf16"}),
         ("bert", {"store": "int8"}),
         ("bert", {"checkpoint": True, "store": "int8"}),
         ("gpt", {"store": "exact"}),
@@ -74,7 +77,7 @@ def _step_of(model: nn.Module, inputs: Tensor, loss: Callable[[Tensor], Tensor],
 )
 def test_stored_activations_and_peak_are_those_of_a_real_step(kind, settings):
     model, inputs, loss = make(kind)
-    report = estimate(model, inputs, loss=loss, **settings)
+    report = estimate(model, inputs, optimizer=_sgd, loss=loss, **settings)
     form = settings["store"]
     _treat(model, _checkpointed(form) if "checkpoint" in settings else _stored(form))
     step, optimizer = _step_of(model, inputs, loss, "precision" in settings)
@@ -87,8 +90,8 @@ def test_stored_activations_and_peak_are_those_of_a_real_step(kind, settings):
 
 def test_the_peak_with_storage_is_the_allocators():
     model, inputs, loss = make("gpt")
-    plain = estimate(model, inputs, loss=loss)
-    report = estimate(model, inputs, loss=loss, store="int8")
+    plain = estimate(model, inputs, optimizer=_sgd, loss=loss)
+    report = estimate(model, inputs, optimizer=_sgd, loss=loss, store="int8")
     assert report.activations < plain.activations / 2 and report.peak.bytes < 0.7 * plain.peak.bytes
     _treat(model, _stored("int8"))
     step, optimizer = _step_of(model, inputs, loss, False)
