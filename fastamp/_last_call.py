@@ -75,8 +75,7 @@ def watching(file: TextIO | None = None) -> Iterator[None]:
     """While this is entered, the last model called is remembered; an out-of-memory error that leaves it is explained
     on `file` (standard error by default) and goes on unchanged.
 
-    Keeps a weak reference to the outermost module and the shapes of its arguments, at about a microsecond a module
-    call.
+    Keeps a weak reference to the outermost module and the shapes of its arguments, at a few microseconds a module call.
     """
     global last
     # Compiled modules run this hook once more, which does no harm.
