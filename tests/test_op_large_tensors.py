@@ -12,6 +12,8 @@ import torch
 from op_inputs import random_values, same_bits, scalar
 from torch import Tensor
 
+from fastamp import reference
+
 EDGE_BLOCKS = 1
 WINDOW = 3000  # elements filled at each end; all of them belong to the first or last block
 NUMELS = [2**31 + 5, 2**32 + 5]
@@ -27,14 +29,14 @@ def sparse_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def run_edges(backend, call) -> None:
-    """call() runs for the first and last block of all that it launches."""
+def run_edges(backend, call, count: int = EDGE_BLOCKS):
+    """call() runs for the first and last blocks of all that it launches; returns what it returned."""
     with backend.emulator.dry_run() as launches:
         call()
     blocks = sum(launch["grid"][0] for launch in launches)
-    assert blocks > 2 * EDGE_BLOCKS
-    with backend.emulator.edge_blocks(EDGE_BLOCKS, blocks):
-        call()
+    assert blocks > 2 * count
+    with backend.emulator.edge_blocks(count, blocks):
+        return call()
 
 
 def fill_ends(tensor: Tensor, rng: torch.Generator) -> list[tuple[slice, Tensor]]:
@@ -113,3 +115,62 @@ def test_many_tensors_with_many_elements_together(emulated, rng):
     run_edges(emulated, lambda: emulated.ops.unscale_(grads, found, scalar(0.25, emulated.device)))
     assert same_bits(grads[0][:WINDOW], (before[0].float() * 0.25).half())
     assert same_bits(grads[-1][-WINDOW:], (before[1].float() * 0.25).half())
+
+
+# ---- storage ----------------------------------------------------------------------------------------------
+# A pass of all blocks covers 2^24 elements and more: blocks 0 and 4095 come to both ends of each tensor here.
+
+ALIGNED = 32768  # no block of any storage kernel takes more elements in one pass
+
+
+def storage_ends(numel: int) -> list[slice]:
+    """What the first and last block work on, at the beginning and at the end, from whole blocks on."""
+    return [slice(0, 4096), slice(numel // ALIGNED * ALIGNED - 4096, numel)]
+
+
+def of_codes(place: slice, bits: int) -> slice:
+    """Where the codes of these elements are in a payload."""
+    return slice(place.start * bits // 8, (place.stop * bits + 7) // 8)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_quantize_and_dequantize(emulated, format, numel, rng):
+    x, decoded = (sparse_zeros(numel, torch.float16) for _ in range(2))
+    for place in storage_ends(numel):
+        x[place] = random_values(place.stop - place.start, x.dtype, rng)
+    payload, scales = run_edges(emulated, lambda: emulated.ops.quantize_blockwise(x, format, 64, True, 7))
+    dequantize = emulated.ops.dequantize_blockwise.out
+    run_edges(emulated, lambda: dequantize(payload, scales, [numel], torch.float16, out=decoded))
+    for place in storage_ends(numel):
+        expected = reference.quantize_blockwise(x[place], format, 64, True, 7, place.start // 8)
+        codes = payload[of_codes(place, 4 if format == "int4" else 8)]
+        assert torch.equal(codes, expected[0])
+        assert same_bits(scales[place.start // 64 : (place.stop + 63) // 64], expected[1])
+        length = place.stop - place.start
+        assert same_bits(decoded[place], reference.dequantize_blockwise(*expected, (length,), torch.float16))
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_bits(emulated, numel, rng):
+    mask = sparse_zeros(numel, torch.uint8)
+    for place in storage_ends(numel):
+        mask[place] = (torch.rand(place.stop - place.start, generator=rng) < 0.5).to(torch.uint8)
+    payload = run_edges(emulated, lambda: emulated.ops.pack_bits(mask.view(torch.bool)))
+    unpacked = run_edges(emulated, lambda: emulated.ops.unpack_bits(payload, [numel]))
+    for place in storage_ends(numel):
+        assert torch.equal(payload[of_codes(place, 1)], reference.pack_bits(mask[place].bool()))
+        assert torch.equal(unpacked[place], mask[place].bool())
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_scaled_mask(emulated, numel, rng):
+    x = sparse_zeros(numel, torch.float16)
+    for place in storage_ends(numel):
+        x[place] = torch.where(torch.rand(place.stop - place.start, generator=rng) < 0.5, 1.25, 0.0)
+    x[-1] = 1.25
+    # Two: the last block of all makes the value.
+    payload, value = run_edges(emulated, lambda: emulated.ops.pack_scaled_mask(x), 2)
+    assert value.item() == 1.25
+    for place in storage_ends(numel):
+        assert torch.equal(payload[of_codes(place, 1)], reference.pack_bits(x[place] != 0))

@@ -506,6 +506,19 @@ def test_statistics(backend, rng):
         assert (found._version, amax._version) == (versions[0] + 1, versions[1] + 1)
 
 
+def test_statistics_of_large_blocks(backend, rng):
+    """Blocks of more than a warp share magnitudes through shared memory, those with non-finite values twice."""
+    x = random_values(3 * 4096 + 99, torch.float32, rng)
+    x[5], x[4096 + 2000], x[-1] = INF, 700.0, NAN
+    for block_size in (1024, 4096):
+        theirs = reference.quantize_blockwise(x, "int8", block_size)
+        for _ in backend.schedules():
+            found, amax = scalar(0.0, backend.device), scalar(0.0, backend.device)
+            ours = backend.ops.quantize_blockwise_stats_(x.to(backend.device), found, amax, "int8", block_size)
+            assert_same_codes(ours, theirs)
+            assert found.item() == 1.0 and amax.item() == 700.0
+
+
 # ---- bit masks --------------------------------------------------------------------------------------------
 
 MASK_SIZES = [0, 1, 7, 8, 9, 31, 32, 33, 127, 511, 512, 513, 4095, 4096, 4097, 33000, 70001]

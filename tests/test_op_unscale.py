@@ -216,14 +216,14 @@ def test_emulated_launches(emulated):
     grads = [torch.ones(100 + i % 7, dtype=DTYPES[i % 2]) for i in range(2000)]
     found, inv_scale = scalar(0.0, backend.device), scalar(0.5, backend.device)
     for limit, expected in ((32764, 2), (4096, 14)):
-        with backend.emulator.settings(parameter_limit=limit), backend.emulator.record() as launches:
+        with backend.emulator.dry_run(parameter_limit=limit) as launches:
             backend.ops.unscale_(grads, found, inv_scale)
         assert len(launches) == expected
         assert all(launch["parameter_bytes"] <= limit for launch in launches)
-    with backend.emulator.record() as launches:
+    with backend.emulator.dry_run() as launches:
         backend.ops.unscale_norm_(grads, found, inv_scale)
     assert len(launches) == 2
-    with backend.emulator.record() as launches:
+    with backend.emulator.dry_run() as launches:
         backend.ops.update_scale_(
             scalar(2.0, backend.device), scalar(0, backend.device, torch.int32), [found] * 256, 2.0, 0.5, 10
         )

@@ -182,10 +182,10 @@ def _run_to_file(command: Sequence[str], target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _cache_lock() -> Iterator[None]:
-    """Parallel test processes: the first builds, the others wait and find it done."""
+def _cache_lock(name: str) -> Iterator[None]:
+    """Parallel test processes: the first builds what is named, the others wait and find it done."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
+    with open(CACHE / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -248,7 +248,7 @@ def build_library(
     library = CACHE / f"{name}-{kind}-{_digest([path.name for path in objects], sanitizer, torch_libraries)}.so"
     if library.exists():
         return library
-    with _cache_lock():
+    with _cache_lock(f"{name}-{kind}"):
         (CACHE / "objects").mkdir(exist_ok=True)
         if not library.exists():
             _run_in_parallel(tasks)
@@ -316,7 +316,7 @@ def translate_ptx(sources: Sequence[Path], arch: int, *, root: Path = ROOT) -> l
         if not target.exists():
             tasks.append(functools.partial(make, source, target))
     if tasks:
-        with _cache_lock():
+        with _cache_lock(f"ptx-{arch}"):
             PTX_CACHE.mkdir(exist_ok=True)
             _run_in_parallel(tasks)
     return results
@@ -336,6 +336,46 @@ def build(kind: str = "plain", *, ptx_arch: int | None = None, root: Path = ROOT
         sources += [*translate_ptx(kernels, ptx_arch, root=root), EMULATOR / "ptx_registry.cpp"]
         name = f"ops-ptx{ptx_arch}"
     return build_library(kind, sources, name=name, torch=True, root=root, flags=defines)
+
+
+def build_cpu(kind: str) -> Path:
+    """A copy of the package whose CPU kernels and op layer are instrumented; returns the folder that holds it.
+
+    Raises RuntimeError if the build fails.
+    """
+    sanitizer = [flag for flag in _PROGRAM_FLAGS[kind] if flag.startswith(("-fsanitize", "-fno-sanitize"))]
+    copied = ["csrc", "fastamp", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
+    inputs = [path for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
+    tree = (
+        CACHE / f"cpu-{kind}-{_digest(_compiler_version(), _torch_flags()[2], sanitizer, ROOT / 'setup.py', *inputs)}"
+    )
+    with _cache_lock(f"cpu-{kind}"):
+        for name in copied:  # the Python part anew each time
+            source, target = ROOT / name, tree / name
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("*.so", "__pycache__")
+                shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
+            else:
+                shutil.copyfile(source, target)
+        if not (tree / "built").exists():
+            flags = " ".join([*sanitizer, "-g1", "-fno-omit-frame-pointer"])
+            environment = {**os.environ, "CFLAGS": flags, "LDFLAGS": " ".join(sanitizer)}
+            command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment)
+            if done.returncode != 0:
+                raise RuntimeError(f"failed: {shlex.join(command)} in {tree}\n{done.stdout}{done.stderr}")
+            (tree / "built").touch()
+    return tree
+
+
+def build_openmp_edges() -> Path:
+    """The library that shows TSan how torch's threads wait for each other (openmp_edges.cpp)."""
+    source = EMULATOR / "openmp_edges.cpp"
+    library = CACHE / f"openmp_edges-{_digest(_compiler_version(), source)}.so"
+    if not library.exists():
+        with _cache_lock("openmp_edges"):
+            _run_to_file([*compiler().split(), "-O1", "-fPIC", "-shared", str(source), "-ldl", "-o"], library)
+    return library
 
 
 def main() -> None:
