@@ -19,6 +19,11 @@
 #include "launchers.h"
 #include "layout.h"
 
+// torch 2.10's headers have the macro by its older name only.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace fastamp {
 
 using torch::stable::Tensor;

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from fastamp import _delta, _offload
 from fastamp import storage as _storage
 from fastamp._buffers import BufferRecord
+from fastamp._torch_versions import is_exporting, is_non_strict_tracing
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpoint_stack"]
 
@@ -276,7 +277,7 @@ class _Checkpointed:
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         # An exported program has no backward to recompute for.
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return function(*args, **kwargs)
         return _traced(function, args, kwargs, config)
     return _eager(function, args, kwargs, **config)
@@ -355,11 +356,7 @@ def _eager(
         if not call.adds_something:
             call = function
         return _torch_checkpoint.CheckpointFunction.apply(call, bool(preserve_rng_state), *args)
-    if (
-        torch._C._get_dispatch_mode(_PROXY_MODE) is not None
-        or torch.compiler._is_non_strict_tracing()
-        or _is_fx_tracing()
-    ):
+    if torch._C._get_dispatch_mode(_PROXY_MODE) is not None or is_non_strict_tracing() or _is_fx_tracing():
         config = dict(
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
@@ -535,7 +532,8 @@ class _SavedByFunction:
     __slots__ = ("_holder",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self._holder = _SaveByFunction.apply(torch.empty(0, requires_grad=True), tensor)
+        with torch.enable_grad():  # what is coded is kept from inside no_grad
+            self._holder = _SaveByFunction.apply(torch.empty(0, requires_grad=True), tensor)
 
     def unpack(self) -> Tensor:
         return self._holder.grad_fn.saved_tensors[0]

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from fastamp import _gradients, _scalars, clip, profiling
 from fastamp._gradients import GradientBuckets, gradient_buckets, has_kernels, unscale_on_one_device
 from fastamp._overflow import OverflowedParameter, nonfinite
+from fastamp._torch_versions import is_exporting
 from fastamp.integrations.accelerate import teach_accelerate
 
 __all__ = ["GradScaler", "OptState", "OverflowedParameter"]
@@ -168,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: ``outputs`` is neither a tensor nor an iterable (as torch).
             RuntimeError: called under ``torch.export``, which would freeze the scale to its present value.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise RuntimeError(
                 "GradScaler.scale: cannot be exported, because the scale changes while training goes on and an "
                 "exported program would keep its present value. Export the model without the scaler."
