@@ -101,9 +101,9 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
         [
             Part(
                 "emulated and real bits",
-                [*compare, "--json", str(out / "comparison.json")],
+                [*compare, "--seed", "0", "--json", str(out / "comparison.json")],
                 [*compare, "--backends", "cpu", "--seed", "0", "--quick", "--json", str(out / "comparison.json")],
-                90,
+                120,
             )
         ],
         [
