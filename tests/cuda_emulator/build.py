@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def _run_in_parallel(tasks: Sequence[Callable[[], None]]) -> None:
 
 def _run_to_file(command: Sequence[str], target: Path) -> None:
     """Runs a command, whose last argument is the file it writes; the file appears once it is complete."""
-    temporary = target.with_name(f"{os.getpid()}-{target.name}")
+    temporary = target.with_name(f"{os.getpid()}-{threading.get_ident()}-{target.name}")
     _run([*command, str(temporary)])
     os.replace(temporary, target)
 
