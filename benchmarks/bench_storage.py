@@ -194,6 +194,36 @@ def mask_case(options: Any) -> dict[str, Any]:
     }
 
 
+COLUMNS = ["case", "PyTorch's best", "fastamp", "ratio", "bytes per second of copy_"]
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    def missed(result: dict[str, Any], what: str) -> str:
+        value, target = result["ratios"][what], result.get("target", {}).get(what)
+        return "" if target is None else f" ({target} missed)" if value < target else f" ({target})"
+
+    def milliseconds(times: dict[str, float]) -> str:
+        return f"{times['median'] / 1000:.1f} ms"
+
+    found = []
+    for result in results:
+        timing, ratios = result["timing"], result.get("ratios", {})
+        if "torch" in timing:
+            best = f"{milliseconds(timing['torch'])}, `{result['best of torch']}`"
+            share, speed = "bytes per second of copy_", "against torch"
+            speeds = f"{ratios[speed]:.1f}x{missed(result, speed)}", f"{ratios[share]:.2f}{missed(result, share)}"
+            found.append([result["case"], best, milliseconds(timing["fastamp"]), *speeds])
+            if "compiled" in timing:
+                times = milliseconds(timing["compiled"]), milliseconds(timing["fastamp"])
+                found.append([f"{result['case']}, torch.compile", *times, f"{ratios['against compiled']:.1f}x", ""])
+        else:
+            for what, share in ratios.items():
+                way = what.partition(":")[0]
+                time = milliseconds(timing[f"fastamp {way}"])
+                found.append([f"{result['case']}, {way}", "", time, "", f"{share:.2f}"])
+    return found
+
+
 def main() -> int:
     options = arguments("storage", __doc__, devices=("cpu", "cuda"))
     options.elements = ELEMENTS // 64 if options.quick else ELEMENTS
@@ -204,7 +234,8 @@ def main() -> int:
         cases.append(functools.partial(format_case, options, format, dtype))
     cases.append(functools.partial(format_case, options, "int8", torch.float32, stochastic=True))
     cases.append(functools.partial(mask_case, options))
-    return report("storage", list(progress(cases)), options)
+    results = list(progress(cases))
+    return report("storage", results, options, {"columns": COLUMNS, "rows": rows(results)})
 
 
 if __name__ == "__main__":
