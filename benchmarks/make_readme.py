@@ -1,7 +1,8 @@
 """Writes README's tables of numbers from benchmarks/results/*.json: python benchmarks/make_readme.py [--check]
 
 Every table of a README or docs page stands between `<!-- results NAME -->` and `<!-- end -->`; NAME is a file of
-benchmarks/results. `--check` changes nothing and exits with 1 if a page differs from its results.
+benchmarks/results. `<!-- results NAME targets -->` shows the cases alone that have a target. `--check` changes nothing
+and exits with 1 if a page differs from its results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def conditions(machine: dict[str, Any]) -> str:
     )
 
 
-def timing_table(content: dict[str, Any]) -> str:
+def timing_table(content: dict[str, Any], only_targets: bool) -> str:
     """A row a case: each contestant's median, fastamp's ratio, and whether it reached its target."""
     rows = ["| case | torch | fastamp | ratio | target |", "|---|--:|--:|--:|--:|"]
     for result in content["results"]:
@@ -38,7 +39,7 @@ def timing_table(content: dict[str, Any]) -> str:
             ours = "fastamp"
             if " / " in name:  # "torch / scaler.clip_grad_norm_": the contestants by name
                 other, ours = name.split(" / ")
-            if other not in timing or ours not in timing:
+            if other not in timing or ours not in timing or (only_targets and name not in targets):
                 continue
             case = result["case"] if other == "torch" else f"{result['case']}, against `{other}`"
             if ours != "fastamp":
@@ -63,14 +64,14 @@ def plain_table(content: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}</sub>"])
 
 
-def table(name: str) -> str:
+def table(name: str, only_targets: bool) -> str:
     content = json.loads((RESULTS / f"{name}.json").read_text())
-    return plain_table(content) if "columns" in content else timing_table(content)
+    return plain_table(content) if "columns" in content else timing_table(content, only_targets)
 
 
 def rendered(page: str) -> str:
-    pattern = r"(<!-- results ([\w-]+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}{table(m[2])}\n{m[3]}", page, flags=re.DOTALL)
+    pattern = r"(<!-- results ([\w-]+)( targets)? -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}{table(m[2], bool(m[3]))}\n{m[4]}", page, flags=re.DOTALL)
 
 
 def main() -> int:
