@@ -83,7 +83,7 @@ SHAPES = {
 class ConvNet(nn.Module):
     """A residual network for images of 3 x 32 x 32."""
 
-    def __init__(self, width: int = 32, blocks: int = 6) -> None:
+    def __init__(self, width: int = 16, blocks: int = 6) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.blocks = nn.ModuleList(

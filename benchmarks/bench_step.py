@@ -96,7 +96,7 @@ class Loop:
 
 def case(options: Any, model: str, make: Any, optimizer: str) -> dict[str, Any]:
     loops = {kind: Loop(kind, make, OPTIMIZERS[optimizer], options.device) for kind in ("torch", "fastamp")}
-    rounds: dict[str, Any] = dict(rounds=2, min_seconds=0.0) if options.quick else dict(rounds=40, min_seconds=3.0)
+    rounds: dict[str, Any] = dict(rounds=2, min_seconds=0.0) if options.quick else dict(rounds=11, min_seconds=1.0)
     timing = time_interleaved(loops, device=options.device, **rounds)
     after = time_interleaved(
         {kind: loop.update for kind, loop in loops.items()},
