@@ -247,8 +247,8 @@ def test_works_under(launcher, processes, tmp_path):
     script.write_text(LAUNCHED)
     result = execute("--report", str(script), launcher=tuple(launcher.split()))
     if result.returncode:
-        # torchrun's agent gives up workers that a busy machine keeps from answering it in time. What is ours to get wrong
-        # goes wrong every time.
+        # torchrun's agent gives up workers that a busy machine keeps from answering it in time. What is ours to get
+        # wrong goes wrong every time.
         result = execute("--report", str(script), launcher=tuple(launcher.split()))
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("scale 32768.0 of fastamp.patching") == processes
