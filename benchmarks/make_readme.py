@@ -23,8 +23,9 @@ def duration(microseconds: float) -> str:
 
 
 def conditions(machine: dict[str, Any]) -> str:
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     return (
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, Python {machine['python']}; "
+        f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; "
         "medians of interleaved runs"
     )
 
