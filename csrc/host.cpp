@@ -174,40 +174,59 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
   to.grads.push_back(grad);
 }
 
-// A parameter's gradient is a chain of dependent loads away from its list, and after a backward pass nearly all of them
-// miss the caches. at() starts one of the loads for each of the next parameters, so that the walk finds them done.
-class Lookahead {
+// The gradients of a list of parameters, each found in steps. A gradient is a chain of dependent loads away from the
+// list, and after a backward pass nearly all of them miss the caches: while one parameter is taken, one load is started
+// for each of some that follow, and its result kept for the next step. No Python code may run between two calls.
+class GradientWalk {
  public:
-  Lookahead(PyObject* const* params, Py_ssize_t size) : params_(params), size_(size) {}
+  GradientWalk(PyObject* const* params, Py_ssize_t begin, Py_ssize_t end) : params_(params), begin_(begin), end_(end) {
+    for (Py_ssize_t i = begin - 5 * kStep; i < begin; ++i) start_loads(i);
+  }
 
-  void at(Py_ssize_t i) const {
-    if (i + 5 * kStep < size_) __builtin_prefetch(params_[i + 5 * kStep]);
-    if (const c10::TensorImpl* param = impl(i + 4 * kStep)) __builtin_prefetch(param);
-    if (const c10::TensorImpl* param = impl(i + 3 * kStep)) __builtin_prefetch(param->autograd_meta());
-    if (const c10::TensorImpl* grad = grad_impl(i + 2 * kStep)) {
-      const auto* lines = reinterpret_cast<const char*>(grad);
-      for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(lines + at);
+  // The gradient of params[i], undefined if it has none; nullptr if only Python can tell. i counts up from `begin`.
+  const at::Tensor* at(Py_ssize_t i) {
+    start_loads(i);
+    return slot(i).grad;
+  }
+
+ private:
+  static constexpr Py_ssize_t kStep = 4;
+  static constexpr size_t kSlots = 32;  // more than parameters are under way
+
+  struct Slot {
+    const c10::TensorImpl* param;
+    const at::Tensor* grad;
+  };
+  Slot& slot(Py_ssize_t i) { return slots_[static_cast<size_t>(i) % kSlots]; }
+  bool contains(Py_ssize_t i) const { return i >= begin_ && i < end_; }
+
+  void start_loads(Py_ssize_t i) {
+    if (const Py_ssize_t at = i + 5 * kStep; at < end_) __builtin_prefetch(params_[at]);
+    if (const Py_ssize_t at = i + 4 * kStep; contains(at)) {
+      slot(at).param =
+          THPVariable_CheckExact(params_[at]) ? THPVariable_Unpack(params_[at]).unsafeGetTensorImpl() : nullptr;
+      __builtin_prefetch(slot(at).param);
     }
-    if (const c10::TensorImpl* grad = grad_impl(i + kStep)) {
+    if (const Py_ssize_t at = i + 3 * kStep; contains(at) && slot(at).param)
+      __builtin_prefetch(slot(at).param->autograd_meta());
+    if (const Py_ssize_t at = i + 2 * kStep; contains(at)) {
+      // at::Tensor::grad() would first make sure that a warning about non-leaf tensors is not due.
+      slot(at).grad = slot(at).param ? &slot(at).param->grad() : nullptr;
+      if (slot(at).grad) {
+        const auto* lines = reinterpret_cast<const char*>(slot(at).grad->unsafeGetTensorImpl());
+        for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(lines + line);
+      }
+    }
+    if (const Py_ssize_t at = i + kStep; contains(at) && slot(at).grad && slot(at).grad->defined()) {
+      const c10::TensorImpl* grad = slot(at).grad->unsafeGetTensorImpl();
       __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
       __builtin_prefetch(python_object(*grad->pyobj_slot(), 0));
     }
   }
 
- private:
-  static constexpr Py_ssize_t kStep = 4;
-
-  const c10::TensorImpl* impl(Py_ssize_t i) const {
-    if (i >= size_ || !THPVariable_CheckExact(params_[i])) return nullptr;
-    return THPVariable_Unpack(params_[i]).unsafeGetTensorImpl();
-  }
-  const c10::TensorImpl* grad_impl(Py_ssize_t i) const {
-    const c10::TensorImpl* param = impl(i);
-    return param && param->grad().defined() ? param->grad().unsafeGetTensorImpl() : nullptr;
-  }
-
   PyObject* const* params_;
-  Py_ssize_t size_;
+  Py_ssize_t begin_, end_;
+  Slot slots_[kSlots];
 };
 
 class GradientBuckets {
@@ -221,16 +240,15 @@ class GradientBuckets {
       const py::object fast = py::reinterpret_steal<py::object>(
           PySequence_Fast(params.ptr(), "a parameter group's \"params\" must be a sequence of tensors"));
       if (!fast) throw py::error_already_set();
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr()); ++i) {
-        PyObject* const param = PySequence_Fast_GET_ITEM(fast.ptr(), i);
-        Lookahead(PySequence_Fast_ITEMS(fast.ptr()), PySequence_Fast_GET_SIZE(fast.ptr())).at(i);
-        if (THPVariable_CheckExact(param)) {
-          // at::Tensor::grad() would first make sure that a warning about non-leaf tensors is not due.
-          const at::Tensor& grad = THPVariable_Unpack(param).unsafeGetTensorImpl()->grad();
-          if (grad.defined()) take(grad, group_index, i, PySequence_Fast_GET_SIZE(fast.ptr()) - i);
-        } else {
-          take_from_subclass(param, group_index, i);
-        }
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr());) {
+        const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
+        GradientWalk walk(PySequence_Fast_ITEMS(fast.ptr()), i, size);
+        const at::Tensor* grad = nullptr;
+        for (; i < size && (grad = walk.at(i)); ++i)
+          if (grad->defined()) take(*grad, group_index, i, size - i);
+        // Asking Python may change anything, the list of parameters too.
+        if (i < size) take_from_subclass(PySequence_Fast_GET_ITEM(fast.ptr(), i), group_index, i);
+        if (i < size) ++i;
       }
       ++group_index;
     }

@@ -72,7 +72,7 @@ class Setting:
 
     def reference_counts(self) -> list[int]:
         objects: list[object] = [*self.params, *self.groups, self.found, self.half, self.one, CPU]
-        objects += [p.grad for p in self.params] + [group["params"] for group in self.groups]
+        objects += [p.grad for p in self.params if p.grad is not None] + [group["params"] for group in self.groups]
         return [sys.getrefcount(item) for item in objects]
 
 
@@ -81,10 +81,12 @@ def assert_nothing_is_lost(setting: Setting, step: Callable[[], object], steps: 
         step()
     gc.collect()
     counts, objects, allocated = setting.reference_counts(), len(gc.get_objects()), allocated_bytes()
+    nones = sys.getrefcount(None)
     for _ in range(steps):
         step()
     gc.collect()
     assert setting.reference_counts() == counts
+    assert abs(sys.getrefcount(None) - nones) < steps // 2  # others come and go by the hundred
     assert len(gc.get_objects()) - objects < 200  # _scalars keeps a pool of up to 64 zeros
     # malloc gives 32 bytes at least. Python takes its own memory in arenas of up to a MiB, a few of which may come.
     assert UNDER_ASAN or allocated_bytes() - allocated < max(16 * steps, 64 * 1024)

@@ -88,6 +88,7 @@ FASTAMP_AVX2 bool multiply_span_avx2(T* p, int64_t n, float factor) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int u = 0; u < kLanes; u += V::kElements) seen = V::note(seen, V::multiply(p + i + u, by));
+  for (; i + V::kElements <= n; i += V::kElements) seen = V::note(seen, V::multiply(p + i, by));
   return V::any_nonfinite(seen) | multiply_span(p + i, n - i, factor);
 }
 
