@@ -54,6 +54,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "memory":  # a module, which takes long to import
+        return importlib.import_module("fastamp.memory")
     if name not in _HOMES:
         raise AttributeError(f"module 'fastamp' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

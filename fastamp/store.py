@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastamp import _offload, ops
+from fastamp import _offload, ops, profiling
 from fastamp.storage import (
     MIN_BYTES,
     Codec,
@@ -375,7 +375,8 @@ class _Payload:
 
     def _decode(self, parts: tuple[Tensor, ...]) -> Tensor:
         if self._layout is None:
-            tensor = self._codec.decode(parts, self._numel, self._dtype)
+            with profiling.span("unpack"):
+                tensor = self._codec.decode(parts, self._numel, self._dtype)
         else:
             shape, stride = self._layout
             tensor = self._codec.unpack(Packed(parts, shape, stride, self._dtype))
@@ -547,7 +548,11 @@ class _Region:
         if _worth_whole(tensor, root, memory):
             what, offset, layout = whole, tensor.storage_offset(), None
             numel = memory.nbytes() // tensor.element_size()
-            tensors = codec.encode(tensor.as_strided((numel,), (1,), 0))
+            with profiling.span("pack"):
+                values = tensor.as_strided((numel,), (1,), 0)
+                tensors = codec.encode(values)
+            if tensors:
+                profiling.stored(codec.name, values, tensors)
         else:
             what, offset, layout = view, 0, (tensor.shape, tensor.stride())
             numel = tensor.numel()

@@ -93,7 +93,8 @@ def test_libtorch_program_trains_as_python_does(tmp_path):
         scaler.scale(loss * float("inf") if step == 3 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert float(loss_text) == pytest.approx(loss.item(), abs=2e-6)
+        # The program takes a GPU where there is one, whose sums have another order.
+        assert float(loss_text) == pytest.approx(loss.item(), abs=1e-4 if torch.cuda.is_available() else 2e-6)
         assert float(scale_text) == scaler.get_scale() and bool(skipped) == (step == 3)
 
 

@@ -1122,3 +1122,15 @@ def test_a_parameter_that_is_no_tensor():
     optimizer.param_groups[0]["params"].append("no tensor")
     with pytest.raises(AssertionError, match=r"^expected param to be torch\.Tensor, got str"):
         started().unscale_(optimizer)
+
+
+def test_a_zero_made_during_graph_capture_belongs_to_the_graph(monkeypatch):
+    """A fill taken from the pool would run once, at capture, and not at replay."""
+    from fastamp import _scalars
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _scalars._pool_key(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(_scalars, "_pool_key", lambda device: None)
+    monkeypatch.setattr(_scalars, "_zeros", {})
+    first, second = _scalars.zero(torch.device("cpu")), _scalars.zero(torch.device("cpu"))
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() and not _scalars._zeros

@@ -152,3 +152,10 @@ def test_cuda_problems():
     assert "for CPUs" in cpu_build and 'TORCH_CUDA_ARCH_LIST="8.0 9.0"' in cpu_build
     (too_old,) = _diagnostics.cuda_problems(True, ["sm_80"], [(8, 0), (9, 0)])
     assert "do not run on compute capability 9.0" in too_old and 'TORCH_CUDA_ARCH_LIST="8.0 9.0"' in too_old
+
+
+def test_memory_is_there_after_import_fastamp():
+    """And is imported when it is used, not before: it takes long."""
+    program = "import sys, fastamp; assert 'fastamp.memory' not in sys.modules; print(fastamp.memory.estimate.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "estimate\n", done.stderr

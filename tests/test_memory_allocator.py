@@ -97,6 +97,8 @@ def test_random_sequences_lose_and_overlap_nothing(expandable):
         ("100 bytes", 100),
         ("1_000_000", 1_000_000),
         ("1,000 kB", 1_000_000),
+        ("1,000,000", 1_000_000),
+        (".5GB", 500_000_000),
         ("1e9", 10**9),
         (123, 123),
         (1.5e9, 1_500_000_000),
@@ -107,7 +109,8 @@ def test_sizes_in_any_usual_spelling(text, size):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ten", "10XB", "-5GB", "0", "nan", "1e999", "10 G B", "5bb", "1.2.3GB", 0, -1, float("inf")]
+    "text",
+    ["", "ten", "10XB", "-5GB", "0", "nan", "1e999", "10 G B", "5bb", "1.2.3GB", "1,5GB", "10,00", 0, -1, float("inf")],
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"memory must be a (size|positive)"):

@@ -92,6 +92,19 @@ def test_ranges_of_storage(ranges):
     assert pushed(ranges) == ["pack", "unpack"]
 
 
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, 1:30]], ids=["whole memory", "view"])
+def test_ranges_of_store_activations(ranges, view):
+    """Contiguous activations, whose memory is coded as it lies, and views take different ways."""
+    profiling.enable_nvtx()
+    ranges.clear()
+    x = torch.randn(64, 64, requires_grad=True)
+    with fastamp.store_activations("bf16"):
+        loss = view(x * 1).sin().sum()
+    assert pushed(ranges) == ["pack"]
+    loss.backward()
+    assert pushed(ranges) == ["pack", "unpack"]
+
+
 def test_ranges_close_where_work_raises(ranges):
     profiling.enable_nvtx()
 

@@ -124,6 +124,16 @@ def test_storage_applies_and_is_counted():
     assert "storage: 48.0 KiB saved, 24.0 KiB a step: 96.0 KiB as 48.0 KiB (6 in bf16)" in result.stdout
 
 
+def test_store_applies_and_is_counted():
+    script = EXAMPLES / "checkpoint_forward.py"
+    result = execute("--store", "bf16", "--report", str(script), "--steps", "2")
+    assert result.returncode == 0, result.stderr
+    exact = losses(plain_output(script, "--steps", "2"))
+    assert losses(result.stdout)[0] == exact[0] and losses(result.stdout)[1] != exact[1]
+    saved = re.search(r"storage: .* saved, .* a step: .* \((\d+) in bf16", result.stdout)
+    assert saved and int(saved[1]) >= 4, result.stdout
+
+
 # ---- what the program sees ---------------------------------------------------------------------------------
 
 PROBE = """

@@ -70,7 +70,7 @@ int main() {
   model->to(device);
   torch::optim::SGD optimizer(model->parameters(), 0.05);
   GradScaler scaler(device, 65536.0f);
-  const torch::Tensor x = torch::randn({64, 16}, device), y = x.sum(1, true).sin();
+  const torch::Tensor x = torch::randn({64, 16}).to(device), y = x.sum(1, true).sin();
   for (int step = 0; step < 8; ++step) {
     optimizer.zero_grad();
     torch::Tensor loss = torch::mse_loss(model->forward(x), y);
