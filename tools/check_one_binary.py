@@ -28,7 +28,7 @@ def main() -> None:
         ignore = shutil.ignore_patterns("_host*.so", "__pycache__")
         shutil.copytree(ROOT / "fastamp", Path(folder) / "fastamp", ignore=ignore)
         shutil.copytree(ROOT / "tests", Path(folder) / "tests", ignore=ignore)
-        for python in sys.argv[1:]:
+        for python in map(os.path.abspath, sys.argv[1:]):  # the commands below run in the folder
             environment = os.environ | {"PYTHONPATH": folder, "FASTAMP_HOST": "0", "PYTHONDONTWRITEBYTECODE": "1"}
             environment["CXX"] = "nothing-is-compiled-here"  # tests of the emulated kernels are skipped without one
             version = (
