@@ -72,12 +72,17 @@ class Codec:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Packed:
+        kept = self.pack_values(lambda: memory_order(tensor))
+        return Packed(kept, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def pack_values(self, values_of: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """`encode` of what `values_of` gives, seen by whoever watches."""
         with profiling.span("pack"):
-            values = memory_order(tensor)
+            values = values_of()
             kept = self.encode(values)
         if kept:
             profiling.stored(self.name, values, kept)
-        return Packed(kept, tensor.shape, tensor.stride(), tensor.dtype)
+        return kept
 
     @torch.no_grad()
     def unpack(self, packed: Packed) -> Tensor:

@@ -548,11 +548,7 @@ class _Region:
         if _worth_whole(tensor, root, memory):
             what, offset, layout = whole, tensor.storage_offset(), None
             numel = memory.nbytes() // tensor.element_size()
-            with profiling.span("pack"):
-                values = tensor.as_strided((numel,), (1,), 0)
-                tensors = codec.encode(values)
-            if tensors:
-                profiling.stored(codec.name, values, tensors)
+            tensors = codec.pack_values(lambda: tensor.as_strided((numel,), (1,), 0))
         else:
             what, offset, layout = view, 0, (tensor.shape, tensor.stride())
             numel = tensor.numel()
