@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def emulated() -> Backend:
     """For what only the emulator can tell, such as what was launched."""
     return _backend("cuda-emulated")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch works on one thread: what it allocates and how long it takes does not depend on the machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -282,21 +282,14 @@ def fsdp1(rank, group, kind, optimizer, overflow_in):
         )
     settings = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 3, "process_group": group}
     scaler = (ShardedGradScaler if kind == "torch" else fastamp.GradScaler)(**settings)
-    chosen = optimizer_of(optimizer, model.parameters())
-    scales, unchanged = [], []
-    for step in range(6):
-        before = [full(p) for p in model.parameters()]
-        chosen.zero_grad()
+
+    def backward(step, factor):
         scaler.scale(model(batch(rank, step)).square().mean()).backward()
         if step == 2 and rank in overflow_in:
             # In this rank's shard alone.
             next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()).view(-1)[0] = INFINITY
-        scaler.step(chosen)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        after = [full(p) for p in model.parameters()]
-        unchanged.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-    return [full(p) for p in model.parameters()], scales, unchanged
+
+    return train(rank, model, optimizer_of(optimizer, model.parameters()), scaler, backward=backward)
 
 
 @SIZES

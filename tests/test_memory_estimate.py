@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from fastamp.memory import MemoryReport, NotTraceable, estimate
 from fastamp.memory._optimizers import NAMES
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def measured(model, inputs, loss, optimizer, *, precision=None, micro_batches=1) -> tuple[int, int]:

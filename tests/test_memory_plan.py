@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from fastamp.memory import DoesNotFit, NotTraceable, Plan, Planner, estimate, plan
 from fastamp.memory._profile import BlockCost, StepCost, between, cheapest, front, least
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _loss(output: Tensor, targets: Tensor) -> Tensor:

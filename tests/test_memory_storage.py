@@ -13,17 +13,11 @@ from torch import Tensor, nn
 import fastamp
 from fastamp.memory import _blocks, estimate, track
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.01, momentum=0.9)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _treat(model: nn.Module, treatment: Callable[..., Any]) -> None:

@@ -73,12 +73,6 @@ def train(make_scaler, kind: type, kwargs: dict, explicit: bool):
     return [p.detach() for p in model.parameters()], optimizer.state_dict(), scaler.state_dict()
 
 
-def made_with_memory_torch_leaves_unset(name: str) -> bool:
-    # torch's fused SGD makes a momentum buffer that a skipped first step leaves uninitialised; without momentum
-    # there is none. All others initialise theirs.
-    return name == "SGD-fused"
-
-
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-step"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_bit_identical_to_torchs_scaler(name, explicit):
