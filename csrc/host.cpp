@@ -3,7 +3,6 @@
 // gives the same results. Unlike the ops library it is built against one torch.
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -247,8 +246,10 @@ class GradientBuckets {
         for (; i < size && (grad = walk.at(i)); ++i)
           if (grad->defined()) take(*grad, group_index, i, size - i);
         // Asking Python may change anything, the list of parameters too.
-        if (i < size) take_from_subclass(PySequence_Fast_GET_ITEM(fast.ptr(), i), group_index, i);
-        if (i < size) ++i;
+        if (i < size) {
+          take_from_subclass(PySequence_Fast_GET_ITEM(fast.ptr(), i), group_index, i);
+          ++i;
+        }
       }
       ++group_index;
     }
@@ -418,8 +419,7 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, con
   update.growth_factor = growth_factor;
   update.backoff_factor = backoff_factor;
   update.growth_interval = growth_interval;
-  update.min_scale = static_cast<float>(min_scale.value_or(0.0));
-  update.max_scale = static_cast<float>(max_scale.value_or(std::numeric_limits<double>::infinity()));
+  update.set_limits(min_scale, max_scale);
   update.hysteresis = static_cast<int32_t>(hysteresis);
   if (hysteresis_tracker)
     update.hysteresis_left = static_cast<int32_t*>(scalar(*hysteresis_tracker, "hysteresis_tracker", device, at::kInt));

@@ -45,8 +45,7 @@ void update_scale_boxed(StableIValue* stack, uint64_t, uint64_t) {
                 ": hysteresis must be between 1 and 2147483647, got ", hysteresis);
   FASTAMP_CHECK(hysteresis == 1 || hysteresis_tracker.has_value(), op, ": hysteresis = ", hysteresis,
                 " needs hysteresis_tracker, a torch.int32 tensor of one element that starts at hysteresis");
-  update.min_scale = static_cast<float>(min_scale.value_or(0.0));
-  update.max_scale = static_cast<float>(max_scale.value_or(std::numeric_limits<double>::infinity()));
+  update.set_limits(min_scale, max_scale);
   FASTAMP_CHECK(update.min_scale <= update.max_scale, op, ": min_scale must not be above max_scale, got ",
                 update.min_scale, " and ", update.max_scale);
   update.scale = static_cast<float*>(scale_info.data);

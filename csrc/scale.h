@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <optional>
 
 #include "tensor_ref.h"
 #include "unscale.h"
@@ -30,6 +32,11 @@ struct ScaleUpdate {
   float max_scale;  // +inf where unset
   int32_t num_found_infs;
   const float* found_infs[kMaxFoundInfs];
+
+  void set_limits(std::optional<double> smallest, std::optional<double> largest) {
+    min_scale = static_cast<float>(smallest.value_or(0.0));
+    max_scale = static_cast<float>(largest.value_or(std::numeric_limits<double>::infinity()));
+  }
 };
 
 #define FASTAMP_DECLARE_SCALE_LAUNCHERS                                                                      \

@@ -486,8 +486,7 @@ FASTAMP_AVX2 int64_t unpack_steps_avx2(const uint8_t* payload, int64_t n, Word c
 }
 #endif
 
-// ---- the same, with the form that this processor runs
-// -----------------------------------------------------------------
+// ---- the same, with the form that this processor runs ---------------------------------------------------------------
 
 template <class T>
 uint32_t read_values(const T* x, const T* base, int64_t n, float* buffer, const float** values) {

@@ -1,4 +1,5 @@
-// Tuning constants of the kernels, each with its reason. None has been measured on a GPU yet.
+// Tuning constants of the kernels, each with its reason. None has been measured on a GPU yet: benchmarks/on_gpu.sh
+// is how to.
 #pragma once
 
 namespace fastamp {
