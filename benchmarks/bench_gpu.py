@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from _gpt import GPT, batch, call, in_turn, text
 from _harness import arguments, machine, summary, write
+from _loop import ScalerLoop
 from torch import Tensor
 
 import fastamp
@@ -178,50 +179,26 @@ def copy_case(device: str, elements: int) -> list[tuple[str, int, Ways]]:
     return [("copy_, the bandwidth to compare with", 2 * source.nbytes, {"torch": lambda: target.copy_(source)})]
 
 
-class Loop:
-    """Parameters with gradients, an optimizer, a scaler."""
-
-    def __init__(self, scaler: type[torch.amp.GradScaler], device: str, count: int, numel: int) -> None:
-        self.params = [torch.nn.Parameter(p) for p in gradients(torch.float32, count, numel, device)]
-        for p in self.params:
-            p.grad = torch.randn_like(p)
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-6, fused=True)
-        self.scaler = scaler(device, init_scale=1.0, growth_interval=2**30)
-        self.scaler.scale(torch.ones((), device=device))
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def torch_clip(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, 1e9)
-        self.step()
-
-    def unscale(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
-
-    def own_clip(self) -> None:
-        assert isinstance(self.scaler, fastamp.GradScaler)
-        self.scaler.clip_grad_norm_(self.optimizer, 1e9)
-        self.step()
-
-    def fold_clip(self) -> None:
-        assert isinstance(self.scaler, fastamp.GradScaler)
-        self.scaler.clip_grad_norm_(self.optimizer, 1e9, fold=True)
-        self.step()
+def loop(scaler: type[torch.amp.GradScaler], device: str, count: int, numel: int) -> ScalerLoop:
+    params = [torch.nn.Parameter(p) for p in gradients(torch.float32, count, numel, device)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return ScalerLoop(scaler, params, device, lambda ps: torch.optim.AdamW(ps, lr=1e-6, fused=True), scale=1.0)
 
 
 def scaler_cases(device: str) -> list[tuple[str, int, Ways]]:
     found = []
     for count, numel in ((1000, 16), (300, 65_536)) if device == "cuda" else ((10, 16),):
-        theirs, ours = (Loop(s, device, count, numel) for s in (torch.amp.GradScaler, fastamp.GradScaler))
+        theirs, ours = (loop(s, device, count, numel) for s in (torch.amp.GradScaler, fastamp.GradScaler))
         size = f"{count} x {numel}"
-        for what in ("unscale", "step"):
+        for what, method in (("unscale", "unscale_update"), ("step", "step")):
             name = f"GradScaler {what} and update, {size}, AdamW fused"
-            found.append((name, 0, {"torch": getattr(theirs, what), "fastamp": getattr(ours, what)}))
-        ways: Ways = {"torch": theirs.torch_clip, "fastamp": ours.own_clip, "fastamp, folded": ours.fold_clip}
+            found.append((name, 0, {"torch": getattr(theirs, method), "fastamp": getattr(ours, method)}))
+        ways: Ways = {
+            "torch": theirs.torch_clip_step,
+            "fastamp": ours.method_clip_step,
+            "fastamp, folded": ours.fold_clip_step,
+        }
         found.append((f"GradScaler unscale, clip, step, update, {size}, AdamW fused", 0, ways))
     return found
 

@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 from _harness import arguments, progress, ratio, report, time_interleaved
+from _loop import ScalerLoop, sgd
 
 import fastamp
 
-# All but 1, so that thousands of rounds of unscaling in place leave the gradients what they are. Multiplying by less
-# would soon come down to subnormal numbers, which are slow, and to zeros.
-SCALE = 1.0 + 2.0**-23
 
-
-class Loop:
-    """Parameters with gradients, an optimizer, a scaler."""
+class Loop(ScalerLoop):
+    """With gradients of its own, and clips that are active if asked for."""
 
     def __init__(
         self,
@@ -42,15 +39,12 @@ class Loop:
         def values() -> torch.Tensor:
             return torch.randn(numel, generator=generator, device=device)
 
-        self.params = [torch.nn.Parameter(values()) for _ in range(count)]
-        for p in self.params:
+        params = [torch.nn.Parameter(values()) for _ in range(count)]
+        for p in params:
             p.grad = values()
-        self.grads = [p.grad for p in self.params]
+        self.grads = [p.grad for p in params]
         self.originals = [g.clone() for g in self.grads]
-        self.optimizer = optimizer(self.params)
-        self.scaler = scaler(device, init_scale=SCALE, growth_interval=2**30)
-        self.scaler.scale(torch.ones((), device=device))
-
+        super().__init__(scaler, params, device, optimizer)
         self.refill()
 
     def refill(self) -> None:
@@ -63,47 +57,13 @@ class Loop:
             self.max_norm *= 0.98
         return self.max_norm
 
-    def unscale_update(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
-
-    def torch_clip(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, self.next_max_norm())
-        self.scaler.update()
-
     def function_clip(self) -> None:
         self.scaler.unscale_(self.optimizer)
         fastamp.clip_grad_norm_(self.params, self.next_max_norm())
         self.scaler.update()
 
-    def method_clip(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm())
-        self.scaler.update()
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def torch_clip_step(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, self.next_max_norm())
-        self.step()
-
-    def method_clip_step(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm())
-        self.step()
-
-    def fold_clip_step(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, self.next_max_norm(), fold=True)
-        self.step()
-
     def optimizer_alone(self) -> None:
         self.optimizer.step()
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-4)
 
 
 def case(

@@ -13,33 +13,10 @@ from typing import Any
 
 import torch
 from _harness import arguments, copy_speed, progress, ratio, report, time_interleaved, with_bandwidth
+from _loop import ScalerLoop
 from _models import SHAPES
 
 import fastamp
-
-# All but 1, so that rounds of unscaling in place leave the gradients what they are.
-SCALE = 1.0 + 2.0**-23
-
-
-class Loop:
-    def __init__(self, scaler: Any, parameters: list[torch.nn.Parameter], device: str) -> None:
-        self.parameters = parameters
-        self.optimizer = torch.optim.SGD(parameters, lr=1e-4)
-        self.scaler = scaler(device, init_scale=SCALE, growth_interval=2**30)
-        self.scaler.scale(torch.ones((), device=device))
-
-    def unscale(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
-
-    def torch_clip(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1e9)
-        self.scaler.update()
-
-    def fastamp_clip(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizer, 1e9)
-        self.scaler.update()
 
 
 def case(options: Any, model: str, dtype: torch.dtype, clip: bool, copied: float) -> dict[str, Any]:
@@ -51,11 +28,11 @@ def case(options: Any, model: str, dtype: torch.dtype, clip: bool, copied: float
         parameters.append(torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=options.device)))
         parameters[-1].grad = torch.randn(shape, device=options.device).to(dtype)
     nbytes = sum(p.grad.nbytes for p in parameters)
-    theirs, ours = (Loop(kind, parameters, options.device) for kind in (torch.amp.GradScaler, fastamp.GradScaler))
+    theirs, ours = (ScalerLoop(kind, parameters, options.device) for kind in (torch.amp.GradScaler, fastamp.GradScaler))
     timing = time_interleaved(
         {
-            "torch": theirs.torch_clip if clip else theirs.unscale,
-            "fastamp": ours.fastamp_clip if clip else ours.unscale,
+            "torch": theirs.torch_clip if clip else theirs.unscale_update,
+            "fastamp": ours.method_clip if clip else ours.unscale_update,
         },
         device=options.device,
         rounds=3 if options.quick else 15,

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from _harness import arguments, progress, ratio, report, time_interleaved
+from _loop import SCALE, ScalerLoop
 
 import fastamp
 from fastamp import ops
 
 COUNTS = (10, 30, 100, 300, 1000, 3000, 10000)
 BYTES = tuple(2**power for power in range(10, 31, 2))
-SCALE = 1.0 + 2.0**-23
 
 
 def count_case(options: Any, count: int) -> dict[str, Any]:
@@ -26,21 +26,12 @@ def count_case(options: Any, count: int) -> dict[str, Any]:
     parameters = [torch.nn.Parameter(torch.zeros(16, device=device)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.randn(16, device=device)
-    optimizer = torch.optim.SGD(parameters, lr=1e-4)
-
-    def loop(kind: Any) -> Any:
-        scaler = kind(device, init_scale=SCALE, growth_interval=2**30)
-        scaler.scale(torch.ones((), device=device))
-
-        def run() -> None:
-            scaler.unscale_(optimizer)
-            scaler.update()
-
-        return run
-
     rounds: dict[str, Any] = dict(rounds=2, min_seconds=0.0) if options.quick else dict(rounds=20, min_seconds=1.0)
     timing = time_interleaved(
-        {"torch": loop(torch.amp.GradScaler), "fastamp": loop(fastamp.GradScaler)},
+        {
+            name: ScalerLoop(kind, parameters, device).unscale_update
+            for name, kind in (("torch", torch.amp.GradScaler), ("fastamp", fastamp.GradScaler))
+        },
         device=device,
         calls=max(1, 1000 // count),
         **rounds,
