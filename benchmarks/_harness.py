@@ -210,7 +210,8 @@ def report(
         results: dicts with ``case``, ``timing`` (of :func:`time_interleaved`), and optionally ``ratios``, a dict of
             floats, ``target``, a dict of the same names, and ``of copy_`` (of :func:`with_bandwidth`).
         options: of :func:`arguments`.
-        facts: more to write, beside the results.
+        facts: more to write, beside the results; ``baselines``, a dict from a library to its version or to why it did
+            not run, is printed too.
 
     Returns:
         The exit code: 1 if a case is slower than ``--compare`` has it, by more than both measurements' noise.
@@ -228,6 +229,8 @@ def report(
             target = result.get("target", {}).get(what)
             verdict = f"   (target {target}x{'' if value >= target else ', missed'})" if target else ""
             print(f"{'':{width}} {what:28} {value:10.2f}x{verdict}")
+    for library, outcome in (facts or {}).get("baselines", {}).items():
+        print(f"{library}: {outcome}")
     content = {"benchmark": name, "machine": machine(options.device), "unit": "us", **(facts or {}), "results": results}
     write(content, options.json)
     if not options.compare:

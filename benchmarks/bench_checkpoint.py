@@ -7,7 +7,7 @@ For each case: the time of forward and backward through `torch.utils.checkpoint.
 recomputation). The functions are tiny, so that what is left is the cost of checkpointing itself. Variants run
 interleaved, in an order that rotates from round to round, single-threaded; the numbers are medians over
 rounds of the process's CPU time, which other load on the machine disturbs less than the clock, in
-microseconds.
+microseconds. DeepSpeed's checkpoint, which is a reentrant one, takes part where it can be imported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from _baselines import deepspeed_checkpoint, version
 from _harness import arguments, progress, report, summary
 from torch import Tensor, nn
 
@@ -78,13 +79,18 @@ def cases() -> dict[str, tuple[Callable[[Run], Tensor], Run, Run]]:
     }
 
 
-def measure(name: str, forward: Callable[[Run], Tensor], torch_run: Run, our_run: Run, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, forward: Callable[[Run], Tensor], torch_run: Run, our_run: Run, rounds: int, deepspeed: Run | None
+) -> dict[str, Any]:
+    ways = {"torch": torch_run, "fastamp": our_run, "plain": plain}
+    if deepspeed is not None:
+        ways["DeepSpeed"] = deepspeed
+    for way in ways.values():
+        torch.testing.assert_close(forward(way), forward(plain))
     variants: dict[str, Callable[[], object]] = {
-        "torch": lambda: forward(torch_run).sum().backward(),
-        "fastamp": lambda: forward(our_run).sum().backward(),
-        "forward": lambda: forward(plain),
-        "plain": lambda: forward(plain).sum().backward(),
+        way: functools.partial(lambda run: forward(run).sum().backward(), run) for way, run in ways.items()
     }
+    variants["forward"] = lambda: forward(plain)
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     repeats = 20
@@ -98,22 +104,25 @@ def measure(name: str, forward: Callable[[Run], Tensor], torch_run: Run, our_run
                 times[variant].append((time.process_time() - start) / repeats * 1e6)
     timing = {variant: summary(values) for variant, values in times.items()}
     own = timing["plain"]["median"] + timing["forward"]["median"]
-    adds = {variant: round(timing[variant]["median"] - own, 1) for variant in ("torch", "fastamp")}
+    adds = {way: round(timing[way]["median"] - own, 1) for way in ways if way != "plain"}
     result: dict[str, Any] = {"case": name, "timing": timing, "adds": adds}
-    result["ratios"] = {"torch adds / fastamp adds": round(adds["torch"] / adds["fastamp"], 3)}
+    result["ratios"] = {
+        f"{way} adds / fastamp adds": round(adds[way] / adds["fastamp"], 3) for way in adds if way != "fastamp"
+    }
     # fastamp may add at most 1.15 of what torch adds.
     result["target"] = {"torch adds / fastamp adds": 0.87}
     return result
 
 
-COLUMNS = ["a checkpoint of", "torch adds, us", "fastamp adds, us", "fastamp / torch", "at most"]
+def columns(results: list[dict[str, Any]]) -> list[str]:
+    return ["a checkpoint of", *(f"{way} adds, us" for way in results[0]["adds"]), "fastamp / torch", "at most"]
 
 
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     found = []
     for result in results:
         share = result["adds"]["fastamp"] / result["adds"]["torch"]
-        adds = [f"{result['adds'][who]:.0f}" for who in ("torch", "fastamp")]
+        adds = [f"{microseconds:.0f}" for microseconds in result["adds"].values()]
         found.append([result["case"], *adds, f"{share:.2f}", "1.15" + (" (missed)" if share > 1.15 else "")])
     return found
 
@@ -122,9 +131,12 @@ def main() -> int:
     options = arguments("checkpoint", __doc__)
     torch.set_num_threads(1)
     rounds = 3 if options.quick else 60
-    runs = [functools.partial(measure, name, *case, rounds) for name, case in cases().items()]
+    deepspeed = deepspeed_checkpoint()
+    peer, outcome = (None, f"not run: {deepspeed}") if isinstance(deepspeed, str) else (deepspeed, version("deepspeed"))
+    runs = [functools.partial(measure, name, *case, rounds, peer) for name, case in cases().items()]
     results = list(progress(runs))
-    return report("checkpoint", results, options, {"columns": COLUMNS, "rows": rows(results)})
+    facts = {"columns": columns(results), "rows": rows(results), "baselines": {"DeepSpeed": outcome}}
+    return report("checkpoint", results, options, facts)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 Cases marked "alone" call each function 20 times in a row and divide, so that what it touches is in the caches: the
 work itself. Cases marked "cold" call it once, after others have had the caches: waiting for memory, as after the
 backward pass of a model much larger than they are.
+
+apex, TransformerEngine and DeepSpeed take part where they can be imported (see _baselines.py).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from _baselines import Baseline, available
 from _harness import arguments, progress, ratio, report, time_interleaved
-from _loop import ScalerLoop, sgd
+from _loop import SCALE, ScalerLoop, sgd
 
 import fastamp
 
@@ -65,6 +68,12 @@ class Loop(ScalerLoop):
     def optimizer_alone(self) -> None:
         self.optimizer.step()
 
+    def of(self, baseline: Baseline, clip: bool) -> Callable[[], Any]:
+        """A library's way to unscale these gradients, and to clip them."""
+        if clip:
+            return lambda: baseline.unscale_and_clip(self.params, SCALE, self.next_max_norm())
+        return lambda: baseline.unscale(self.params, SCALE)
+
 
 def case(
     options: Any,
@@ -83,20 +92,24 @@ def case(
     methods = {"torch": torch_function, **ours}
     if optimizer_alone:
         methods["the optimizer alone"] = "optimizer_alone"
+    peers = options.baselines if torch_function in ("unscale_update", "torch_clip") else {}
     loops = {}
-    for label in methods:
+    for label in (*methods, *peers):
         scaler = fastamp.GradScaler if label in ours else torch.amp.GradScaler
         loops[label] = Loop(scaler, count, numel, optimizer, clips, options.device)
+    functions = {label: getattr(loops[label], method) for label, method in methods.items()}
+    for label, baseline in peers.items():
+        functions[label] = loops[label].of(baseline, torch_function == "torch_clip")
     rounds: dict[str, Any] = dict(rounds=5, min_seconds=0.0) if options.quick else dict(rounds=200, min_seconds=2.0)
     timing = time_interleaved(
-        {label: getattr(loops[label], method) for label, method in methods.items()},
+        functions,
         setup=(lambda name: loops[name].refill()) if clips else None,
         device=options.device,
-        calls=calls,
+        calls=1 if options.quick else calls,
         **rounds,
     )
     result: dict[str, Any] = {"case": name, "timing": timing}
-    result["ratios"] = {f"torch / {label}": ratio(timing, "torch", label) for label in ours}
+    result["ratios"] = {f"{peer} / {label}": ratio(timing, peer, label) for label in ours for peer in ("torch", *peers)}
     # The targets were set for a CPU.
     if target is not None and options.device == "cpu":
         result["target"] = {f"torch / {next(iter(ours))}": target}
@@ -142,7 +155,8 @@ def cases(options: Any) -> list[Callable[[], dict[str, Any]]]:
 
 def main() -> int:
     options = arguments("grad_scaler", __doc__, devices=("cpu", "cuda"))
-    return report("grad_scaler", list(progress(cases(options))), options)
+    options.baselines, outcome = available(options.device)
+    return report("grad_scaler", list(progress(cases(options))), options, {"baselines": outcome})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 256 MiB of float32 gradients (128 MiB in half precision) in 16 tensors, contiguous and each starting one element after
 where a vector load could begin (`misaligned`). `three calls` are what a loop with clipping does: unscale and check,
 norm, clip; torch reads the gradients three times for it and writes them twice. `compiled` is torch.compile's code for
-the same expression over the list. `of copy_` compares the bytes per second with those of a large `copy_`.
+the same expression over the list. `of copy_` compares the bytes per second with those of a large `copy_`. apex,
+TransformerEngine and DeepSpeed take part where they can be imported (see _baselines.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from _baselines import available
 from _harness import arguments, copy_speed, progress, ratio, report, time_interleaved, with_bandwidth
 
 from fastamp import ops
@@ -60,6 +63,9 @@ def unscale_case(options: Any, dtype: torch.dtype, elements: int, copied: float,
     if options.compile and not offset:
         compiled = torch.compile(compiled_unscale)
         functions["compiled"] = lambda: compiled(grads, inv_scale)
+    holders = [SimpleNamespace(grad=grad) for grad in grads]
+    for name, baseline in options.baselines.items():
+        functions[name] = functools.partial(baseline.unscale, holders, 1 / factor)
     timing = time_interleaved(functions, device=device, rounds=options.rounds)
     half = dtype.itemsize == 2
     target = {"against torch": 2.0} if half else {"against torch": 0.95, "against mul_": 0.95}
@@ -90,11 +96,14 @@ def three_calls_case(options: Any, dtype: torch.dtype, elements: int, copied: fl
         total, _ = ops.unscale_norm_(grads, found_inf, inv_scale)
         ops.clip_(grads, ops.clip_coefficient(total, max_norm))
 
-    timing = time_interleaved({"torch": torchs, "fastamp": ours}, device=device, rounds=options.rounds)
+    functions: dict[str, Callable[[], Any]] = {"torch": torchs, "fastamp": ours}
+    for name, baseline in options.baselines.items():
+        functions[name] = functools.partial(baseline.unscale_and_clip, parameters, 1 / float(inv_scale), max_norm)
+    timing = time_interleaved(functions, device=device, rounds=options.rounds)
     result = {
         "case": f"three calls, {'active' if active else 'inactive'} clip, {size(dtype, elements)}",
         "timing": timing,
-        "ratios": {"against torch": ratio(timing, "torch", "fastamp")},
+        "ratios": {f"against {name}": ratio(timing, name, "fastamp") for name in functions if name != "fastamp"},
         "target": {"against torch": 1.2 if active else 2.2} if dtype == torch.float32 and device == "cpu" else {},
     }
     nbytes = elements * dtype.itemsize
@@ -155,6 +164,7 @@ def main() -> int:
     options = arguments("unscale", __doc__, devices=("cpu", "cuda"))
     elements = ELEMENTS // 64 if options.quick else ELEMENTS
     options.rounds, options.compile = (3, False) if options.quick else (15, True)
+    options.baselines, outcome = available(options.device)
     copied = copy_speed(options.device, 16 if options.quick else 256)
     single, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
     shared = (elements, copied)
@@ -165,7 +175,8 @@ def main() -> int:
         cases += [functools.partial(three_calls_case, options, dtype, *shared, active) for active in (False, True)]
     cases += [functools.partial(check_case, options, dtype, *shared) for dtype in (single, bf16)]
     cases += [functools.partial(accumulate_case, options, dtype, *shared) for dtype in (bf16, fp16)]
-    return report("unscale", list(progress(cases)), options, {"copy_ bytes per second": round(copied)})
+    facts = {"copy_ bytes per second": round(copied), "baselines": outcome}
+    return report("unscale", list(progress(cases)), options, facts)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ def conditions(machine: dict[str, Any]) -> str:
     )
 
 
+def baselines(content: dict[str, Any]) -> str:
+    """The other libraries: which version was measured, or why none was."""
+    return "".join(f"; {library} {outcome}" for library, outcome in content.get("baselines", {}).items())
+
+
 def timing_table(content: dict[str, Any], only_targets: bool) -> str:
     """A row a case: each contestant's median, fastamp's ratio, and whether it reached its target."""
     rows = ["| case | torch | fastamp | ratio | target |", "|---|--:|--:|--:|--:|"]
@@ -51,7 +56,7 @@ def timing_table(content: dict[str, Any], only_targets: bool) -> str:
                 f"| {case} | {duration(timing[other]['median'])} | {duration(timing[ours]['median'])} "
                 f"| {ratio:.2f}x | {target}{missed} |"
             )
-    return "\n".join([*rows, "", f"<sub>{conditions(content['machine'])}</sub>"])
+    return "\n".join([*rows, "", f"<sub>{conditions(content['machine'])}{baselines(content)}</sub>"])
 
 
 def plain_table(content: dict[str, Any]) -> str:
@@ -62,7 +67,7 @@ def plain_table(content: dict[str, Any]) -> str:
         "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|",
     ]
     lines += [f"| {' | '.join(str(value) for value in row)} |" for row in content["rows"]]
-    return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}{baselines(content)}</sub>"])
 
 
 def table(name: str, only_targets: bool) -> str:
