@@ -400,8 +400,13 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
 
+    def _group(self) -> Any:
+        """The group whose ranks skip together; None: this process skips by itself."""
+        return self._process_group
+
     def _over_group(self, found_infs: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        if self._process_group is None:
+        group = self._group()
+        if group is None:
             return found_infs
         assert self._scale is not None
         device = self._scale.device
@@ -409,7 +414,7 @@ class GradScaler(torch.amp.GradScaler):
             # A rank without gradients still takes part, or the others would wait for it.
             found_infs = {device: _scalars.zero(device)}
         combined = _combine(list(found_infs.values()), device)
-        torch.distributed.all_reduce(combined, op=torch.distributed.ReduceOp.MAX, group=self._process_group)
+        torch.distributed.all_reduce(combined, op=torch.distributed.ReduceOp.MAX, group=group)
         for found_inf in found_infs.values():
             if found_inf is not combined:
                 found_inf.copy_(combined)
@@ -709,7 +714,7 @@ class GradScaler(torch.amp.GradScaler):
         named_grads = [(name, p.grad) for name, p in named_parameters if p.grad is not None]
         if named_grads:
             report = nonfinite(named_grads)
-            if report or self._process_group is not None:
+            if report or self._group() is not None:
                 return report
             reason = f"the {len(named_grads)} gradients of the given parameters are all finite"
         else:

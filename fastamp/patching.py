@@ -1,9 +1,9 @@
 """Puts fastamp's scaler and checkpoint where programs look for torch's, without touching the programs.
 
-`patch()` replaces `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`, `torch.cpu.amp.GradScaler` and
-`torch.utils.checkpoint.checkpoint` and `checkpoint_sequential` by stand-ins: in torch, in every module that
-has bound the same objects to a name, and in every `functools.partial` around them. `unpatch()` takes the
-stand-ins back out, also of modules that were imported in between.
+`patch()` replaces `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`, `torch.cpu.amp.GradScaler`, FSDP's
+`ShardedGradScaler` and `torch.utils.checkpoint.checkpoint` and `checkpoint_sequential` by stand-ins: in
+torch, in every module that has bound the same objects to a name, and in every `functools.partial` around
+them. `unpatch()` takes the stand-ins back out, also of modules that were imported in between.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,16 +30,26 @@ from fastamp import checkpointing, grad_scaler, storage
 __all__ = ["is_patched", "patch", "patched", "unpatch"]
 
 
-class _StandIn(type):
+class StandIn(type):
     """A class that stands in for one of torch's: instances of torch's class count as its instances too."""
 
     _stands_for: type
+    # Whose fastamp scalers count as well. torch.cuda.amp's and torch.cpu.amp's classes are for one type of
+    # device, torch.amp's for any (None).
+    _device_types: tuple[str, ...] | None = None
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if namespace["__module__"].partition(".")[0] == "torch":
+            # A class of torch's, in a module imported while patched, derives from torch's as ever.
+            return type(name, tuple(vars(base).get("_stands_for", base) for base in bases), namespace)
+        return super().__new__(mcs, name, bases, namespace)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if "_stands_for" not in cls.__dict__:
             return super().__instancecheck__(instance)
         return isinstance(instance, cls._stands_for) or (
-            isinstance(instance, grad_scaler.GradScaler) and cls._device_type in (None, instance._device)
+            isinstance(instance, grad_scaler.GradScaler)
+            and (cls._device_types is None or instance._device in cls._device_types)
         )
 
     def __subclasscheck__(cls, subclass: type) -> bool:
@@ -44,11 +57,8 @@ class _StandIn(type):
             return super().__subclasscheck__(subclass)
         return issubclass(subclass, cls._stands_for)
 
-    # torch.cuda.amp's and torch.cpu.amp's classes are for one type of device, torch.amp's for any.
-    _device_type: str | None = None
 
-
-class AmpGradScaler(grad_scaler.GradScaler, metaclass=_StandIn):
+class AmpGradScaler(grad_scaler.GradScaler, metaclass=StandIn):
     """`fastamp.GradScaler` in the place of `torch.amp.GradScaler`, with the options given to `patch()`."""
 
     _stands_for = torch.amp.GradScaler
@@ -63,15 +73,15 @@ class AmpGradScaler(grad_scaler.GradScaler, metaclass=_StandIn):
         enabled: bool = True,
         **policies: Any,
     ) -> None:
-        policies = {**_scaler_options(), **policies}
+        policies = {**scaler_options(), **policies}
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
-class CudaGradScaler(fastamp.cuda.amp.GradScaler, metaclass=_StandIn):
+class CudaGradScaler(fastamp.cuda.amp.GradScaler, metaclass=StandIn):
     """`fastamp.cuda.amp.GradScaler` in the place of torch's, with the options given to `patch()`."""
 
     _stands_for = torch.cuda.amp.GradScaler
-    _device_type = "cuda"
+    _device_types = ("cuda",)
 
     def __init__(
         self,
@@ -82,15 +92,15 @@ class CudaGradScaler(fastamp.cuda.amp.GradScaler, metaclass=_StandIn):
         enabled: bool = True,
         **policies: Any,
     ) -> None:
-        policies = {**_scaler_options(), **policies}
+        policies = {**scaler_options(), **policies}
         super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
-class CpuGradScaler(grad_scaler.GradScaler, torch.cpu.amp.GradScaler, metaclass=_StandIn):
+class CpuGradScaler(grad_scaler.GradScaler, torch.cpu.amp.GradScaler, metaclass=StandIn):
     """`fastamp.GradScaler` in the place of `torch.cpu.amp`'s, with the options given to `patch()`."""
 
     _stands_for = torch.cpu.amp.GradScaler
-    _device_type = "cpu"
+    _device_types = ("cpu",)
 
     def __init__(
         self,
@@ -101,7 +111,7 @@ class CpuGradScaler(grad_scaler.GradScaler, torch.cpu.amp.GradScaler, metaclass=
         enabled: bool = True,
         **policies: Any,
     ) -> None:
-        policies = {**_scaler_options(), **policies}
+        policies = {**scaler_options(), **policies}
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **policies)
 
 
@@ -124,13 +134,14 @@ checkpoint_sequential.__signature__ = inspect.signature(  # type: ignore[attr-de
     checkpointing.checkpoint_sequential
 )
 
-_STAND_INS: tuple[tuple[Any, Any], ...] = (
+# (torch's, what stands in for it)
+_STAND_INS: list[tuple[Any, Any]] = [
     (torch.amp.GradScaler, AmpGradScaler),
     (torch.cuda.amp.GradScaler, CudaGradScaler),
     (torch.cpu.amp.GradScaler, CpuGradScaler),
     (torch.utils.checkpoint.checkpoint, checkpoint),
     (torch.utils.checkpoint.checkpoint_sequential, checkpoint_sequential),
-)
+]
 
 
 # ---- options -----------------------------------------------------------------------------------------------
@@ -162,7 +173,7 @@ def _options() -> dict[str, Any]:
     return layers[-1].options if layers else {}
 
 
-def _scaler_options() -> dict[str, Any]:
+def scaler_options() -> dict[str, Any]:
     return {name: value for name, value in _options().items() if name in _SCALER_OPTIONS}
 
 
@@ -203,11 +214,12 @@ _lock = threading.RLock()
 def patch(**options: Any) -> None:
     """Puts fastamp in place of torch's GradScaler and checkpoint, in this process, until `unpatch()`.
 
-    Covers `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`, `torch.cpu.amp.GradScaler`,
-    `torch.utils.checkpoint.checkpoint` and `checkpoint_sequential`, under every name that a loaded module has
-    for them (`from torch.amp import GradScaler`), and `functools.partial` objects around the two functions
-    wherever they are (a model whose gradient checkpointing was enabled before). Modules imported later find
-    the stand-ins in torch. Scalers that exist already stay what they are.
+    Covers `torch.amp.GradScaler`, `torch.cuda.amp.GradScaler`, `torch.cpu.amp.GradScaler`, FSDP's
+    `ShardedGradScaler` (which combines over its process group as ever), `torch.utils.checkpoint.checkpoint`
+    and `checkpoint_sequential`, under every name that a loaded module has for them
+    (`from torch.amp import GradScaler`), and `functools.partial` objects around the two functions wherever
+    they are (a model whose gradient checkpointing was enabled before). Modules imported later find the
+    stand-ins in torch. Scalers that exist already stay what they are.
 
     `isinstance` keeps working: instances of torch's classes are instances of the stand-ins, and scalers made
     while patched stay instances of torch's classes after `unpatch()`.
@@ -231,6 +243,7 @@ def patch(**options: Any) -> None:
         _layers = (layer, *(other for other in _layers if other is not _patch_layer))
         _patch_layer = layer
         _bind_stand_ins()
+    _load_sharded()
 
 
 def unpatch() -> None:
@@ -260,6 +273,7 @@ def patched(**options: Any) -> Iterator[None]:
             _bind_stand_ins()
         _layers = (*_layers, layer)
     try:
+        _load_sharded()
         yield
     finally:
         with _lock:
@@ -275,11 +289,56 @@ def is_patched() -> bool:
 
 
 def _bind_stand_ins() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
     _rebind({id(original): stand_in for original, stand_in in _STAND_INS})
 
 
 def _bind_originals() -> None:
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
     _rebind({id(stand_in): original for original, stand_in in _STAND_INS})
+
+
+# ---- FSDP's scaler, which takes long to import and few programs need ----------------------------------------
+
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+
+
+def _load_sharded() -> None:
+    """Without the lock: another thread may be importing FSDP and wait for it in `add_stand_in`."""
+    if sys.modules.get(_SHARDED) is not None:
+        importlib.import_module("fastamp._sharded")
+
+
+class _ShardedFinder(importlib.abc.MetaPathFinder):
+    """Finds FSDP's module as Python does, and has it followed by the stand-in's when it is imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == _SHARDED else None
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _load_sharded()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_finder = _ShardedFinder()
+
+
+def add_stand_in(original: type, stand_in: type) -> None:
+    with _lock:
+        _STAND_INS.append((original, stand_in))
+        if _layers:
+            _bind_stand_ins()
+
+
+# ---- every name ---------------------------------------------------------------------------------------------
 
 
 def _rebind(replacements: dict[int, Any]) -> None:
@@ -299,7 +358,7 @@ def _rebind(replacements: dict[int, Any]) -> None:
         for key, value in list(namespace.items()):
             if id(value) in replacements:
                 namespace[key] = replacements[id(value)]
-    functions = [old for pair in _STAND_INS[3:] for old in pair if id(old) in replacements]
+    functions = [old for pair in _STAND_INS for old in pair if id(old) in replacements and not isinstance(old, type)]
     for holder in gc.get_referrers(*functions):
         if type(holder) is functools.partial and id(holder.func) in replacements:
             state = (replacements[id(holder.func)], holder.args, holder.keywords, holder.__dict__)

@@ -3,6 +3,7 @@ stays equal, results are torch's, and nothing hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import warnings
@@ -271,25 +272,41 @@ def test_pipeline_stages_skip_together(workers, size):
 # ---- FSDP1 -------------------------------------------------------------------------------------------------
 
 
-def fsdp1(rank, group, kind, optimizer, overflow_in):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+def fsdp1(rank, group, kind, optimizer, overflow_in, use_orig_params=True, half=False, odd_factors=False):
+    """kind: "torch", "fastamp", or "patched" for what stands at torch's name while patched. half: a float16 loss and
+    float16 gradients."""
+    import torch.distributed.fsdp.sharded_grad_scaler as sharded
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
+    halves = MixedPrecision(torch.float16, torch.float16, torch.float16, keep_low_precision_grads=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(
-            network(), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+            network(),
+            process_group=group,
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+            mixed_precision=halves if half else None,
         )
     settings = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 3, "process_group": group}
-    scaler = (ShardedGradScaler if kind == "torch" else fastamp.GradScaler)(**settings)
+    if odd_factors:
+        settings |= {"init_scale": 999.0, "growth_factor": 1.7, "backoff_factor": 0.3}
+    with fastamp.patched() if kind == "patched" else contextlib.nullcontext():
+        scaler = (fastamp.GradScaler if kind == "fastamp" else sharded.ShardedGradScaler)(**settings)
+    assert isinstance(scaler, fastamp.GradScaler) == (kind != "torch")
 
     def backward(step, factor):
-        scaler.scale(model(batch(rank, step)).square().mean()).backward()
+        scaled = scaler.scale(model(batch(rank, step)).square().mean())
+        assert scaled.dtype is (torch.float16 if half else torch.float32)
+        scaled.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        assert {grad.dtype for grad in grads} == {scaled.dtype}
         if step == 2 and rank in overflow_in:
             # In this rank's shard alone.
-            next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()).view(-1)[0] = INFINITY
+            grads[0].view(-1)[0] = INFINITY
 
-    return train(rank, model, optimizer_of(optimizer, model.parameters()), scaler, backward=backward)
+    result = train(rank, model, optimizer_of(optimizer, model.parameters()), scaler, backward=backward)
+    return result, scaler.state_dict()
 
 
 @SIZES
@@ -298,11 +315,49 @@ def fsdp1(rank, group, kind, optimizer, overflow_in):
 def test_fsdp1(workers, size, optimizer, overflow_in):
     case = {"optimizer": optimizer, "overflow_in": overflow_in}
     results = workers().run(fsdp1, size, kind="fastamp", **case)
-    for _, scales, unchanged in results:
+    for (_, scales, unchanged), _ in results:
         assert scales == SCALES and unchanged == SKIPPED_ONCE
+    assert_same(results, workers().run(fsdp1, size, kind="patched", **case))
     if optimizer == "sgd":
         # With a fused optimizer torch's own does not combine flags over ranks before the step, so ranks part ways.
         assert_same(results, workers().run(fsdp1, size, kind="torch", **case))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["original parameters", "flat parameters"])
+@pytest.mark.parametrize("odd_factors", [False, True], ids=["", "odd factors"])
+def test_sharded_scalers_stand_in_gives_torchs_results(workers, half, use_orig_params, odd_factors):
+    """Not with parameters offloaded to the CPU: FSDP1 wants an accelerator for that."""
+    case = {"optimizer": "sgd", "overflow_in": (1,), "half": half}
+    case |= {"use_orig_params": use_orig_params, "odd_factors": odd_factors}
+    results = workers().run(fsdp1, 2, kind="patched", **case)
+    for (_, scales, unchanged), _ in results:
+        assert unchanged == SKIPPED_ONCE and scales[2] < scales[1]
+    assert_same(results, workers().run(fsdp1, 2, kind="torch", **case))
+
+
+def sharded_scaler(rank, group, kind, state):
+    """Trains on from a state with a gradient of this rank's own, an infinite one on rank 0 at the second step."""
+    import torch.distributed.fsdp.sharded_grad_scaler as sharded
+
+    with fastamp.patched() if kind == "patched" else contextlib.nullcontext():
+        scaler = sharded.ShardedGradScaler("cpu", process_group=group)
+    scaler.load_state_dict(state)
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    result = train(rank, model, optimizer_of("sgd", model.parameters()), scaler, steps=4, overflow=(0, 1))
+    return result, scaler.state_dict()
+
+
+@pytest.mark.parametrize("second", ["torch", "patched"])
+@pytest.mark.parametrize("first", ["torch", "patched"])
+def test_sharded_scalers_states_move_both_ways(workers, first, second):
+    begin = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 3, "_growth_tracker": 2}
+    (result, state), (_, other) = workers().run(sharded_scaler, 2, kind=first, state=begin)
+    assert result[1] == [1024.0, 256.0, 256.0, 256.0] and state == other
+    ends = [workers().run(sharded_scaler, 2, kind=kind, state=state) for kind in (second, "torch")]
+    assert_same(*ends)
+    assert ends[0][0][0][1] == [512.0, 128.0, 128.0, 128.0]
 
 
 # ---- FSDP2 and tensor parallel -----------------------------------------------------------------------------

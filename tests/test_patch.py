@@ -16,16 +16,19 @@ import warnings
 import pytest
 import torch
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as wrapper
+import torch.distributed.fsdp.sharded_grad_scaler
 import torch.utils.checkpoint
 from torch import nn
 
 import fastamp
 from fastamp import patching
 
+SHARDED = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 ORIGINALS = {
     "torch.amp.GradScaler": torch.amp.GradScaler,
     "torch.cuda.amp.GradScaler": torch.cuda.amp.GradScaler,
     "torch.cpu.amp.GradScaler": torch.cpu.amp.GradScaler,
+    SHARDED: torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler,
     "torch.utils.checkpoint.checkpoint": torch.utils.checkpoint.checkpoint,
     "torch.utils.checkpoint.checkpoint_sequential": torch.utils.checkpoint.checkpoint_sequential,
 }
@@ -35,6 +38,7 @@ ALIASES = {
     "torch.amp.grad_scaler.GradScaler": "torch.amp.GradScaler",
     "torch.cuda.amp.grad_scaler.GradScaler": "torch.cuda.amp.GradScaler",
     "torch.cpu.amp.grad_scaler.GradScaler": "torch.cpu.amp.GradScaler",
+    "torch.distributed.fsdp.sharded_grad_scaler.GradScaler": "torch.amp.GradScaler",
 }
 SCALERS = [name for name in ORIGINALS if name.endswith("GradScaler")]
 
@@ -55,7 +59,7 @@ def look_up(path: str):
 
 def make_scaler(name: str, **kwargs):
     cls = look_up(name)
-    if name == "torch.amp.GradScaler":
+    if name in ("torch.amp.GradScaler", SHARDED):
         return cls("cpu", **kwargs)
     with warnings.catch_warnings():
         # torch.cuda.amp's on a machine without a GPU warns that it is disabled.
@@ -174,7 +178,7 @@ def test_patch_is_a_function_whatever_was_imported_first():
 # ---- options -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["torch.amp.GradScaler", "torch.cpu.amp.GradScaler"])
+@pytest.mark.parametrize("name", ["torch.amp.GradScaler", "torch.cpu.amp.GradScaler", SHARDED])
 def test_scaler_options(name):
     fastamp.patch(min_scale=2.0, hysteresis=3)
     scaler = make_scaler(name)
@@ -287,6 +291,8 @@ def test_isinstance_tells_device_types_apart():
     assert not isinstance(cpu, torch.cuda.amp.GradScaler)
     assert isinstance(cuda, torch.cuda.amp.GradScaler)
     assert not isinstance(object(), torch.amp.GradScaler) and not issubclass(int, torch.amp.GradScaler)
+    for scaler in (cpu, cuda, fastamp.GradScaler("cpu")):
+        assert not isinstance(scaler, look_up(SHARDED))
 
 
 def test_subclasses():
@@ -319,6 +325,88 @@ def test_models_with_a_checkpoint_in_them_pickle():
     fastamp.patch()
     restored = pickle.loads(pickle.dumps(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)))
     assert restored.func is torch.utils.checkpoint.checkpoint
+
+
+# ---- FSDP's scaler, which is not imported with torch -------------------------------------------------------
+
+SHARDED_SCRIPT = """
+import sys, torch, fastamp
+if {before}:
+    import torch.distributed.fsdp.sharded_grad_scaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as bound
+fastamp.patch(min_scale=2.0)
+assert {before} or not any(name.startswith("torch.distributed.fsdp") for name in sys.modules)
+import torch.distributed.fsdp.sharded_grad_scaler as home
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+if not {before}:
+    bound = ShardedGradScaler
+assert bound is ShardedGradScaler is home.ShardedGradScaler
+scaler = ShardedGradScaler("cpu", 1024.0, 0.25, 4.0, 5)
+assert isinstance(scaler, fastamp.GradScaler) and scaler.state_dict() == {{
+    "scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 5, "_growth_tracker": 0,
+    "min_scale": 2.0,
+}}
+torchs = ShardedGradScaler.__mro__[ShardedGradScaler.__mro__.index(fastamp.GradScaler) + 1]
+fastamp.unpatch()
+assert bound is home.ShardedGradScaler is torchs
+# As stock as if fastamp were not there.
+assert torchs.__mro__ == (torchs, torch.amp.GradScaler, object) and type(torchs) is type
+assert home.GradScaler is torch.amp.GradScaler and not any("fastamp.patching" in str(f) for f in sys.meta_path)
+stock = home.ShardedGradScaler("cpu")
+assert type(stock) is torchs and not isinstance(stock, fastamp.GradScaler) and "min_scale" not in stock.state_dict()
+with fastamp.patched():
+    assert isinstance(stock, bound) and type(scaler) is bound is home.ShardedGradScaler
+assert bound is torchs and isinstance(scaler, torchs)
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["imported before", "imported while patched"])
+def test_sharded_scaler_whenever_it_is_imported(before):
+    script = SHARDED_SCRIPT.format(before=before)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_sharded_scaler_unpickles_before_anything_is_imported(tmp_path):
+    with fastamp.patched(min_scale=2.0):
+        (tmp_path / "scaler").write_bytes(pickle.dumps(make_scaler(SHARDED)))
+    for prologue in ("", "import fastamp; fastamp.patch()"):
+        code = (
+            f"import pickle, torch\n{prologue}\nscaler = pickle.load(open({str(tmp_path / 'scaler')!r}, 'rb'))\n"
+            "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+            "assert isinstance(scaler, ShardedGradScaler) and scaler.state_dict()['min_scale'] == 2.0\n"
+            f"assert (type(scaler) is ShardedGradScaler) == {bool(prologue)}\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_sharded_scaler_works_without_a_process_group():
+    # torch's fails for want of one; there is nothing to combine.
+    with fastamp.patched():
+        scaler = make_scaler(SHARDED, init_scale=16.0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0 and weight.tolist() == [1.0, 1.0]
+
+
+def test_sharded_scaler_keeps_dtypes():
+    with fastamp.patched():
+        ours = make_scaler(SHARDED, init_scale=16.0)
+    theirs = make_scaler(SHARDED, init_scale=16.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        loss = torch.tensor(3.0, dtype=dtype)
+        for outputs in (loss, loss.reshape(1), [loss, (loss,)]):
+            mine, truth = ours.scale(outputs), theirs.scale(outputs)
+            torch.testing.assert_close(mine, truth, rtol=0, atol=0)
+    assert ours.scale(torch.ones((), dtype=torch.float16)).dtype is torch.float16
+
+
+def test_sharded_scaler_disabled_holds_as_little_as_torchs():
+    theirs = make_scaler(SHARDED, enabled=False)
+    with fastamp.patched():
+        assert vars(make_scaler(SHARDED, enabled=False)) == vars(theirs)
 
 
 # ---- training ----------------------------------------------------------------------------------------------

@@ -213,6 +213,32 @@ if __name__ == "__main__":
     assert result.stdout.count("scaler: 1 steps, 0 skipped") == 2
 
 
+def test_fsdps_sharded_scaler_is_ours(tmp_path):
+    script = tmp_path / "fsdp.py"
+    script.write_text(
+        """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FullyShardedDataParallel(torch.nn.Linear(4, 1), device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+for step in range(4):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if step > 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+dist.destroy_process_group()
+"""
+    )
+    result = execute("--report", "--min-scale", "512", str(script))
+    assert result.returncode == 0, result.stderr
+    assert "scaler: 4 steps, 2 skipped" in result.stdout
+    assert "scaler: scale 1024 -> 512 (step 3)\n" in result.stdout
+
+
 # ---- launchers ---------------------------------------------------------------------------------------------
 
 LAUNCHED = """
