@@ -213,19 +213,29 @@ def test_graph_replays_what_was_captured(device, name):
         assert all_same_bits([*results, *static], expected), f"replay of seed {seed}"
 
 
+# Those whose step reads found_inf on the device.
+CAPTURABLE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, capturable=True),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, fused=True, capturable=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
 class Training:
     """A small model, its optimizer without host syncs, a scaler, and static inputs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, optimizer: str = "AdamW", half: bool = False) -> None:
         torch.manual_seed(0)
+        self.half = half
         self.model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True, capturable=True)
+        self.optimizer = CAPTURABLE[optimizer](self.model.parameters())
         self.scaler = fastamp.GradScaler("cuda", init_scale=1024.0, growth_interval=3)
         self.x, self.y = torch.randn(16, 32, device=device), torch.randn(16, 8, device=device)
 
     def step(self, clip: bool) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.nn.functional.mse_loss(self.model(self.x), self.y)
+        with torch.autocast("cuda", torch.float16, enabled=self.half):
+            loss = torch.nn.functional.mse_loss(self.model(self.x), self.y)
         self.scaler.scale(loss).backward()
         if clip:
             self.scaler.clip_grad_norm_(self.optimizer, 0.5)
@@ -241,9 +251,11 @@ class Training:
         ]
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16 autocast"])
+@pytest.mark.parametrize("optimizer", CAPTURABLE)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
-def test_whole_training_steps_in_a_graph(device, clip):
-    eager, captured = Training(device), Training(device)
+def test_whole_training_steps_in_a_graph(device, clip, optimizer, half):
+    eager, captured = (Training(device, optimizer, half) for _ in range(2))
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -19,16 +19,18 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is not install
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 
 
+def forget_devices():
+    """accelerate's choice of a device, which it makes once a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def _a_fresh_accelerate():
-    def reset():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-    reset()
+    forget_devices()
     yield
-    reset()
+    forget_devices()
     fastamp.unpatch()
 
 
@@ -159,7 +161,8 @@ def test_transformers_page():
     assert transformers.modeling_utils.checkpoint is torch.utils.checkpoint.checkpoint
 
 
-def train_with_trainer(folder, scaler):
+def train_with_trainer(folder, scaler=None, **options):
+    """scaler: in place of the one that Trainer makes where it makes one, for float16 on a GPU."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -168,22 +171,23 @@ def train_with_trainer(folder, scaler):
     )
     tokens = torch.randint(0, 100, (64, 40), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
-        gradient_checkpointing=True,
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    usual = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": True,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **{**usual, **options})
     trainer = Trainer(model=BertForSequenceClassification(config), args=arguments, train_dataset=data)
-    trainer.accelerator.scaler = scaler
+    if scaler is not None:
+        trainer.accelerator.scaler = scaler
     trainer.train()
-    return [p.detach() for p in trainer.model.parameters()], scaler.state_dict()
+    return [p.detach() for p in trainer.model.parameters()], trainer.accelerator.scaler.state_dict()
 
 
 @needs_transformers

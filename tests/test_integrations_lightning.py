@@ -43,9 +43,9 @@ def data():
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
 
 
-def trainer(plugin, max_steps=6, **kwargs):
+def trainer(plugin, max_steps=6, accelerator="cpu", **kwargs):
     return pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=max_steps, plugins=plugin, logger=False,
+        accelerator=accelerator, devices=1, max_steps=max_steps, plugins=plugin, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **kwargs,
     )  # fmt: skip
 
@@ -123,12 +123,12 @@ def test_lightning_makes_fastamps_scaler_while_patched():
     assert isinstance(plugin.scaler, fastamp.GradScaler) and plugin.scaler.state_dict()["min_scale"] == 2.0
 
 
-def fabric_loop(plugin, fused, clip=None):
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugin)
+def fabric_loop(plugin, fused, clip=None, accelerator="cpu"):
+    fabric = Fabric(accelerator=accelerator, devices=1, plugins=plugin)
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
-    for index, (x,) in enumerate(data()):
+    for index, (x,) in enumerate(fabric.setup_dataloaders(data())):
         optimizer.zero_grad()
         loss = model(x).square().mean() * (float("inf") if index in (1, 4) else 1.0)
         fabric.backward(loss)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from backends import why_missing
 from scaler_parity import assert_same
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ import fastamp
 
 OVERFLOWS = (0, 3)
 STEPS = 6
+needs_gpu = pytest.mark.skipif(bool(why_missing("cuda")), reason=why_missing("cuda") or "there is a GPU")
 
 
 def implementations() -> dict[str, tuple[type, dict]]:
@@ -48,17 +50,17 @@ class Scorer(nn.Module):
         losses = []
         for weight in self.weights:
             if self.sparse:
-                rows = torch.tensor([step % 5, 1, 1])
+                rows = torch.tensor([step % 5, 1, 1], device=weight.device)
                 losses.append(nn.functional.embedding(rows, weight, sparse=True).square().sum())
             else:
                 losses.append((weight.sin() * (step + 1.3)).square().sum())
         return torch.stack(losses).sum()
 
 
-def train(make_scaler, kind: type, kwargs: dict, explicit: bool):
-    model = Scorer(kind)
+def train(make_scaler, kind: type, kwargs: dict, explicit: bool, device: str):
+    model = Scorer(kind).to(device)
     optimizer = kind(model.parameters(), **kwargs)
-    scaler = make_scaler("cpu", init_scale=3.0 * 1024, growth_factor=3.0, growth_interval=2)
+    scaler = make_scaler(device, init_scale=3.0 * 1024, growth_factor=3.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
         factor = float("inf") if step in OVERFLOWS else 1.0
@@ -73,17 +75,47 @@ def train(make_scaler, kind: type, kwargs: dict, explicit: bool):
     return [p.detach() for p in model.parameters()], optimizer.state_dict(), scaler.state_dict()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_-step"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_bit_identical_to_torchs_scaler(name, explicit):
+def test_bit_identical_to_torchs_scaler(name, explicit, device):
     kind, kwargs = IMPLEMENTATIONS[name]
     kwargs = {"lr": 0.01, **kwargs}
-    expected = train(torch.amp.GradScaler, kind, kwargs, explicit)
-    result = train(fastamp.GradScaler, kind, kwargs, explicit)
+    expected = train(torch.amp.GradScaler, kind, kwargs, explicit, device)
+    result = train(fastamp.GradScaler, kind, kwargs, explicit, device)
     assert_same(result, expected, name)
     start = [p.detach() for p in Scorer(kind).parameters()]
-    assert not all(torch.equal(a, b) for a, b in zip(result[0], start, strict=True))
+    assert not all(torch.equal(a.cpu(), b) for a, b in zip(result[0], start, strict=True))
     assert result[2]["scale"] != 3.0 * 1024
+
+
+def train_in_half(make_scaler, kind: type, kwargs: dict, device: str):
+    """Under float16 autocast, from a scale so large that gradients of the first steps overflow by themselves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 8, bias=False)).to(device)
+    optimizer = kind(model.parameters(), **kwargs)
+    scaler = make_scaler(device, init_scale=2.0**23)
+    x = torch.randn(32, 64).to(device)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, *([loss.detach] if kind is torch.optim.LBFGS else []))
+        scaler.update()
+    return [p.detach() for p in model.parameters()], optimizer.state_dict(), scaler.state_dict()
+
+
+# SparseAdam takes no dense gradients.
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if not name.startswith("SparseAdam")])
+@needs_gpu
+def test_float16_autocast_on_cuda_is_bit_identical(name):
+    kind, kwargs = IMPLEMENTATIONS[name]
+    kwargs = {"lr": 0.01, **kwargs}
+    expected = train_in_half(torch.amp.GradScaler, kind, kwargs, "cuda")
+    result = train_in_half(fastamp.GradScaler, kind, kwargs, "cuda")
+    assert_same(result, expected, name)
+    assert 2.0**17 < result[2]["scale"] < 2.0**23, "some steps overflow, some do not"
 
 
 def test_the_list_has_all_implementations():
