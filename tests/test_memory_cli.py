@@ -15,9 +15,12 @@ import torch
 from memory_models import Stack
 from torch import Tensor, nn
 
+from fastamp import _delta, storage
 from fastamp.__main__ import main as fastamp_command
 from fastamp._last_call import is_out_of_memory, watching
 from fastamp.memory import estimate, explain_oom
+from fastamp.memory._blocks import TREATMENTS
+from fastamp.memory._step import _PRECISIONS, MODES
 from fastamp.memory._variants import Variants
 from fastamp.memory.cli import main
 from fastamp.memory.estimate import Setting
@@ -72,6 +75,27 @@ def make_branching():
 
 def make_nothing():
     return 3
+
+def make_with_a_mistake():
+    print("called")
+    return Net(width=3), torch.randn(8, 16)
+
+class Mistaken(Net):
+    def forward(self, x):
+        print("run")
+        return self.last_layer(super().forward(x))
+
+def make_mistaken():
+    print("called")
+    return Mistaken(), torch.randn(8, 16)
+
+def make_mismatched():
+    return nn.Sequential(nn.Linear(16, 4), nn.Linear(5, 4)), torch.randn(8, 16)
+
+def make_with_a_loss_that_raises():
+    def loss(output):
+        raise KeyError("targets")
+    return Net(), torch.randn(8, 16), loss
 """
 
 
@@ -121,6 +145,48 @@ def test_a_model_that_fake_tensors_cannot_run_is_measured_and_not_planned(progra
     assert "the model (Branching) cannot run on fake tensors" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "function, error, frames, said",
+    [
+        ("make_with_a_mistake", "TypeError: Net.__init__() got an unexpected", ["make_with_a_mistake"], "--real calls"),
+        ("make_mistaken", "AttributeError: 'Mistaken' object has no attribute", ["forward"], "(Mistaken) raised Attr"),
+        ("make_with_a_loss_that_raises", "KeyError: 'targets'", ["loss"], "outside any module raised KeyError"),
+        ("make_mismatched", "", [], "module '1' (Linear) raised RuntimeError"),
+    ],
+)
+def test_a_users_mistake_is_shown_with_its_own_traceback_and_not_tried_for_real(
+    program, capsys, function, error, frames, said
+):
+    assert main([f"{program}:{function}"]) == 1
+    out, err = capsys.readouterr()
+    assert out in ("", "called\n", "called\nrun\n")  # once, on fake tensors
+    assert error in err and said in err
+    assert re.findall(r'File "(.*)", line \d+, in (\w+)', err) == [(str(program), name) for name in frames]
+
+
+def test_mistakes_of_a_file_are_shown_and_a_file_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_program", raising=False)
+    path = tmp_path / "broken_program.py"
+    for text, expected in (
+        ("import no_such_dependency\n", "No module named 'no_such_dependency'"),
+        ("def make(:\n", "SyntaxError"),
+        ("open('weights.bin')\n", "FileNotFoundError"),
+    ):
+        path.write_text(text)
+        for target in (str(path), path.stem):
+            monkeypatch.delitem(sys.modules, "broken_program", raising=False)
+            assert main([f"{target}:make"]) == 1
+            err = capsys.readouterr().err
+            assert expected in err and f'File "{path}", line 1' in err and "fastamp" not in err.replace(str(path), "")
+    (tmp_path / "folder.py").mkdir()
+    assert main([f"{tmp_path / 'folder.py'}:make"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"python -m fastamp memory: cannot read '{tmp_path / 'folder.py'}': Is a directory"
+    ]
+
+
 def test_a_module_by_its_name_as_a_command(program, capsys, monkeypatch):
     monkeypatch.chdir(program.parent)
     assert fastamp_command(["memory", "program_of_the_test:make", "--budget", "1kB"]) == 1
@@ -132,18 +198,35 @@ def test_a_module_by_its_name_as_a_command(program, capsys, monkeypatch):
     "target, message",
     [
         ("nocolon", "the target must be script.py:function"),
-        ("missing.py:make", "there is no file 'missing.py'"),
+        ("missing.py:make", "cannot read 'missing.py': No such file"),
         ("no_such_module_anywhere:make", "cannot import 'no_such_module_anywhere'"),
         ("{program}:nothing", "has no function 'nothing'; it has .*make_all"),
         ("{program}:make_nothing", "must return .model, inputs. or a dict, it returned int"),
         ("{program}:make --optimizer adamx", "optimizer must be one of torch.optim"),
         ("{program}:make --budget ten", "budget must be a size"),
         ("{program}:make --checkpoint layers.*", "no module of Net is called"),
+        ("{program}:make --store int3", "store: unknown format 'int3'; formats are exact, bf16"),
+        ("{program}:make --precision fp8", "precision must be one of fp32"),
+        ("{program}:make --accumulation 0", "accumulation must be at least 1, got 0"),
+        ("{program}:make --options keep", "--options keep is about what a plan may do: give it a --budget"),
+        ("{program}:make --budget 1MB --options keep,shrink", "unknown treatment 'shrink'; known are keep"),
+        ("{program}:make --budget 1MB --checkpoint all", "--checkpoint all settles what the plan .* is to choose"),
+        ("{program}:make --budget 1MB --store int8", "--store int8 settles .*--options keep,store:FORMAT"),
+        ("{program}:make --budget 1MB --accumulation 2", "--accumulation 2 settles .*the plan cuts the batch"),
+        ("{program}:make --json {program}/memory.json", "Not a directory"),
     ],
 )
 def test_bad_command_lines(program, capsys, target, message):
     assert main(target.format(program=program).split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_help_lists_the_values_of_every_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in (*storage.FORMATS, *_delta.FORMATS, *TREATMENTS, *_PRECISIONS, *MODES, "adamw", "cpu", "cuda", "all"):
+        assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text), name
 
 
 # --- out of memory ---

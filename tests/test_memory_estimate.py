@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -443,10 +444,71 @@ def test_a_model_that_fake_tensors_cannot_run_names_its_module():
         estimate(model.to("meta"), torch.randn(2, 4), fallback="measure")
 
 
-def test_a_models_own_mistake_is_named_too():
+@pytest.mark.parametrize("fallback", ["raise", "measure"])
+def test_a_models_own_mistake_is_named_and_not_tried_for_real(fallback):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
-    with pytest.raises(NotTraceable, match=r"module '1' \(Linear\) .* RuntimeError: .*5, 4"):
-        estimate(model, torch.randn(2, 4))
+    with pytest.raises(NotTraceable, match=r"module '1' \(Linear\) raised RuntimeError: .*5, 4") as raised:
+        estimate(model, torch.randn(2, 4), fallback=fallback)
+    assert not raised.value.fake_tensors_are_the_limit and "fake" not in str(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+class _Calls(nn.Module):
+    """`function` of what a layer gives, which is added to the input."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        result = self.function(y)
+        return y + result if isinstance(result, Tensor) else y
+
+
+@torch.library.custom_op("fastamp_tests::without_fake", mutates_args=())
+def _without_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _hides_its_cause(x: Tensor) -> None:
+    try:
+        x.sum().item()
+    except RuntimeError:
+        raise ValueError("the scale is no number") from None
+
+
+@pytest.mark.parametrize(
+    "function, limit",
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: bool(x.sum() > 0), True),
+        (lambda x: x[x > 0].sum(), True),
+        (lambda x: x.detach().numpy(), True),
+        (lambda x: bytes(x.untyped_storage()), True),
+        (lambda x: torch.ops.fastamp_tests.without_fake(x.detach()), True),
+        (_hides_its_cause, True),
+        (lambda x: x @ torch.ones(5, 3), False),
+        (lambda x: x.view(7), False),
+        (lambda x: x[9], False),
+        (lambda x: {}["layer"], False),
+        (lambda x: x.nonexistent(), False),
+    ],
+    ids="item bool mask numpy storage custom hidden matmul view index key attribute".split(),
+)
+def test_limits_of_fake_tensors_and_mistakes_are_told_apart(function, limit):
+    model, x = _Calls(function), torch.randn(2, 4)
+    with pytest.raises(NotTraceable, match=r"the model \(_Calls\)") as raised:
+        estimate(model, x, optimizer="sgd")
+    assert raised.value.fake_tensors_are_the_limit is limit
+    if limit:
+        assert estimate(model, x, optimizer="sgd", fallback="measure").source == "measured"
+    else:
+        with pytest.raises(type(raised.value.__cause__)):  # and real tensors meet the same
+            model(x)
+
+
+def test_torchscript_can_only_be_measured():
     script = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(NotTraceable, match="TorchScript"):
         estimate(script, torch.randn(2, 4))
@@ -476,7 +538,7 @@ def test_a_models_own_mistake_is_named_too():
         (ValueError, {"model": CNN(), "checkpoint": "layers.*"}, "no module of CNN is called 'layers.\\*'"),
         (TypeError, {"model": CNN(), "checkpoint": 2.5}, "checkpoint must be True, a number or module names"),
         (ValueError, {"model": CNN(), "checkpoint": 0}, "checkpoint must be True, a positive number"),
-        (ValueError, {"model": CNN(), "store": "int3"}, "storage must be one of exact"),
+        (ValueError, {"model": CNN(), "store": "int3"}, "store: unknown format 'int3'; formats are exact"),
     ],
     ids=lambda value: None if isinstance(value, type) else str(value)[:40],
 )

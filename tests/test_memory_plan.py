@@ -296,7 +296,11 @@ def test_offload_is_planned_for_a_gpu_and_moves_bytes_to_the_host(tokens):
         (ValueError, {"budget": -5}, "budget must be a positive"),
         (TypeError, {"budget": None}, "budget must be a number of bytes"),
         (ValueError, {"options": ("keep", "shrink")}, "unknown treatment 'shrink'"),
-        (ValueError, {"options": ("keep", "checkpoint:int3")}, "storage must be one of"),
+        (
+            ValueError,
+            {"options": ("keep", "checkpoint:int3")},
+            "unknown format in the treatment 'checkpoint:int3'; formats are exact",
+        ),
         (TypeError, {"options": "keep"}, "options must be a sequence of treatments"),
         (ValueError, {"options": ("offload",)}, "'offload' moves activations to host memory"),
         (ValueError, {"mode": "inference"}, "inference keeps nothing to plan for"),

@@ -8,7 +8,7 @@ In short:
     explain_oom(error)                   what held the memory that ran out, and what to do about it
 """
 
-from fastamp.memory._simulate import NotTraceable
+from fastamp.memory._not_traceable import NotTraceable
 from fastamp.memory._sizes import format_bytes, parse_bytes
 from fastamp.memory.estimate import estimate
 from fastamp.memory.oom import explain_oom

@@ -85,9 +85,9 @@ def chosen_blocks(model: nn.Module, what: Any, argument: str) -> list[str]:
 
 def stored(treatment: str, form: str) -> str:
     """`treatment` with what it keeps stored in a format. Raises ValueError for a format that is not known."""
-    if form not in _delta.FORMATS:
-        storage.check_storage(form)
-    elif treatment == "keep":
+    if form not in (*storage.FORMATS, *_delta.FORMATS):
+        raise ValueError(f"store: unknown format {form!r}; {_formats('checkpoint')}")
+    if form in _delta.FORMATS and treatment == "keep":
         raise ValueError(f"store: {form!r} is coded along a stack of checkpointed blocks: pass checkpoint= too")
     return f"{'store' if treatment == 'keep' else treatment}:{form}"
 
@@ -98,10 +98,15 @@ def check_treatment(treatment: Any) -> None:
         raise TypeError(f"a treatment is a string, got {type(treatment).__name__}")
     kind, _, form = treatment.partition(":")
     if form and kind in ("store", "checkpoint"):
-        if not (kind == "checkpoint" and form in _delta.FORMATS):
-            storage.check_storage(form)
+        if form not in storage.FORMATS and not (kind == "checkpoint" and form in _delta.FORMATS):
+            raise ValueError(f"unknown format in the treatment {treatment!r}; {_formats(kind)}")
     elif treatment not in ("keep", "checkpoint", "offload"):
         raise ValueError(f"unknown treatment {treatment!r}; known are {', '.join(TREATMENTS)}")
+
+
+def _formats(kind: str) -> str:
+    known = f"formats are {', '.join(storage.FORMATS)}"
+    return f"{known}, and with checkpoint {', '.join(_delta.FORMATS)}" if kind == "checkpoint" else known
 
 
 def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]:

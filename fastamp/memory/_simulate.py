@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-
-class NotTraceable(RuntimeError):
-    """A model that fake tensors cannot run. `module` names the module that stopped it, "" if none did."""
-
-    def __init__(self, message: str, module: str = "") -> None:
-        super().__init__(message)
-        self.module = module
+from fastamp.memory._not_traceable import NotTraceable
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode:

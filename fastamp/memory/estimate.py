@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fastamp.memory import _blocks, _optimizers
 from fastamp.memory._cpu_kernels import scratch_bytes
 from fastamp.memory._cuda_kernels import cuda_kernels
+from fastamp.memory._not_traceable import NotTraceable, explained
 from fastamp.memory._recorder import Mark, Recorder
-from fastamp.memory._simulate import FakeModel, NotTraceable, fake_mode_of
+from fastamp.memory._simulate import FakeModel, fake_mode_of
 from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs
 from fastamp.memory._trace import Trace
 from fastamp.memory.report import MemoryReport, Parameters, fill
@@ -69,14 +63,15 @@ def estimate(
         targets: what `loss` gets as its second argument, counted as an input.
         device: whose kernels are assumed: "cpu" or "cuda" (default: the model's own; CUDA for a meta model).
         fallback: where fake tensors cannot run the model: "raise" NotTraceable, which names the module, or
-            "measure" one real step of a copy of the model, which does allocate.
+            "measure" one real step of a copy of the model, which does allocate. A step that fails for another
+            reason would fail for real too, and is not tried.
 
     Returns:
         a MemoryReport; `print(report)` shows the table.
 
     Raises:
         TypeError, ValueError: for arguments that are wrong, before anything has run.
-        NotTraceable: see `fallback`.
+        NotTraceable: the step did not run: see `fallback`, and the error's own attributes.
     """
     setting = Setting(model, example_inputs, optimizer, precision, mode, accumulation, loss, targets, device)
     treatments = treatments_of(model, checkpoint, store)
@@ -85,7 +80,7 @@ def estimate(
     try:
         return setting.simulate(treatments)
     except NotTraceable as problem:
-        if fallback == "raise":
+        if fallback == "raise" or not problem.fake_tensors_are_the_limit:
             raise
         return setting.measure_copy(treatments, str(problem))
 
@@ -219,7 +214,7 @@ class Setting:
     ) -> Simulated:
         notes: list[str] = []
         if self.mode == "inference":
-            with recorder, _explained(self.model):
+            with recorder, explained(self.model):
                 output = step.infer()
             trace = recorder.finish()
             del output
@@ -228,7 +223,7 @@ class Setting:
         if with_optimizer:
             optimizer = _optimizers.build(self.optimizer, fake.parameters, foreach=self.device_type == "cuda")
         with recorder:
-            with _explained(self.model):
+            with explained(self.model):
                 # The second micro-batch meets the gradients of the first; a third would be like the second.
                 for _ in range(min(self.accumulation, micro_batches)):
                     step.train()
@@ -338,9 +333,6 @@ class Setting:
         return report
 
 
-_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
-
-
 def _peak(trace: Trace, stop: int) -> int:
     device = trace.main_device()
     return max((sum(now.values()) for number, now in enumerate(trace.totals(device)) if number < stop), default=0)
@@ -354,49 +346,6 @@ def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
         return kind
     kinds = {p.device.type for p in model.parameters()}
     return "cpu" if kinds <= {"cpu"} else "cuda"
-
-
-class _explained:
-    """Turns what fake tensors cannot run into NotTraceable, with the module that stopped them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names = {id(module): name for name, module in model.named_modules()}
-
-    def __enter__(self) -> None:
-        # Fake tensors log a traceback of their own for what is raised here in better words.
-        self.level = _fake_log.level
-        _fake_log.setLevel(logging.CRITICAL)
-
-    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
-        _fake_log.setLevel(self.level)
-        if problem is None or not isinstance(problem, Exception) or isinstance(problem, NotTraceable):
-            return
-        name, made = "", ""
-        for frame, _ in traceback.walk_tb(trace):
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self.names:
-                name, made = self.names[id(owner)], type(owner).__name__
-        where = (
-            f"module {name!r} ({made})" if name else f"the model ({made})" if made else "the step outside any module"
-        )
-        raise NotTraceable(f"{where} cannot run on fake tensors: {_reason(problem)}", name) from problem
-
-
-def _reason(problem: Exception) -> str:
-    text = str(problem).strip().split("\n\n")[0]
-    if isinstance(problem, DataDependentOutputException):
-        return (
-            f"{text} reads a value (as .item(), bool() and if do), and fake tensors have none. Measure it "
-            "with fastamp.memory.track or fallback='measure'."
-        )
-    if isinstance(problem, DynamicOutputShapeException):
-        return (
-            f"the shape of what {text} returns depends on values, and fake tensors have none. Measure it "
-            "with fastamp.memory.track or fallback='measure'."
-        )
-    if isinstance(problem, UnsupportedFakeTensorException):
-        return f"{text}. Measure it with fastamp.memory.track or fallback='measure'."
-    return f"{type(problem).__name__}: {text}"
 
 
 def describe_parameters(model: nn.Module, mode: str, precision: Precision) -> tuple[Parameters, str]:

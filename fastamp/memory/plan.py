@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastamp.memory import _blocks
 from fastamp.memory._cost import clock
+from fastamp.memory._not_traceable import NotTraceable
 from fastamp.memory._profile import (
     Choice,
     NotAStack,
@@ -26,7 +27,6 @@ from fastamp.memory._profile import (
     lumped_cost,
     step_cost,
 )
-from fastamp.memory._simulate import NotTraceable
 from fastamp.memory._sizes import format_bytes, parse_bytes
 from fastamp.memory._variants import Variants, batch_size, sliced
 from fastamp.memory.estimate import Setting, Simulated
