@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastamp.memory._recorder import Mark
-from fastamp.memory._trace import Trace
+from fastamp.memory._recorder import RecordedStep
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,26 @@ class StepCost:
         """The same with `bytes` held throughout."""
         return replace(self, standing=self.standing + bytes, peak=self.peak + bytes)
 
+    def timed_as(self, estimated: StepCost, measured: StepCost) -> StepCost:
+        """The same with each time changed as from `estimated` to `measured`, which are of one step."""
+
+        def scaled(own: float, before: float, after: float) -> float:
+            return own * after / before if before > 0 else after
+
+        blocks = tuple(
+            replace(own, seconds=scaled(own.seconds, before.seconds, after.seconds))
+            for own, before, after in zip(self.blocks, estimated.blocks, measured.blocks, strict=True)
+        )
+        return replace(self, blocks=blocks, outside=scaled(self.outside, estimated.outside, measured.outside))
+
 
 class NotAStack(ValueError):
     """The blocks are not run once each, one after another, forward and then backward."""
 
 
-def step_cost(trace: Trace, marks: Sequence[Mark], names: Sequence[str]) -> StepCost:
+def step_cost(run: RecordedStep, names: Sequence[str]) -> StepCost:
     """Raises NotAStack where the blocks do not form one."""
+    trace, marks = run.trace, run.marks
     device = trace.main_device()
     totals = [sum(now.values()) for now in trace.totals(device)]
     end = len(totals)
@@ -79,7 +91,7 @@ def step_cost(trace: Trace, marks: Sequence[Mark], names: Sequence[str]) -> Step
         start, stop = bounds[number], bounds[number + 1]
         back = backward_of[name]
         back_stop = backward_of[names[number - 1]].event if number else end
-        back_seconds = (backward_of[names[number - 1]].seconds if number else trace.events[-1].seconds) - back.seconds
+        back_seconds = (backward_of[names[number - 1]].seconds if number else run.seconds) - back.seconds
         blocks.append(
             BlockCost(
                 kept=held(stop.event) - held(start.event),
@@ -91,15 +103,14 @@ def step_cost(trace: Trace, marks: Sequence[Mark], names: Sequence[str]) -> Step
         before += blocks[-1].kept
     last = backs[0]
     after = most(exits[-1].event, last.event) - held(exits[-1].event)
-    outside = trace.events[-1].seconds - sum(block.seconds for block in blocks)
+    outside = run.seconds - sum(block.seconds for block in blocks)
     return StepCost(held(bounds[0].event), tuple(blocks), after, outside, max(totals))
 
 
-def lumped_cost(trace: Trace) -> StepCost:
+def lumped_cost(run: RecordedStep) -> StepCost:
     """The whole step as a single block, for blocks that are no stack and so can only be treated all alike."""
-    totals = [sum(now.values()) for now in trace.totals(trace.main_device())]
-    peak = max(totals)
-    return StepCost(0, (BlockCost(0, peak, 0, trace.events[-1].seconds),), 0, 0, peak)
+    peak = max(sum(now.values()) for now in run.trace.totals(run.trace.main_device()))
+    return StepCost(0, (BlockCost(0, peak, 0, run.seconds),), 0, 0, peak)
 
 
 def between(low: StepCost, high: StepCost, share: float) -> StepCost:

@@ -90,6 +90,22 @@ class Mark(NamedTuple):
     seconds: float
 
 
+class RecordedStep(NamedTuple):
+    """A step that ran, on fake tensors or for real.
+
+    gradients: names of the parameters that got one. first_peak: of the step that makes the optimizer's states. seconds,
+    optimizer_seconds: by the record's clock, of forward and backward and of the optimizer's step.
+    """
+
+    trace: Trace
+    marks: list[Mark]
+    gradients: frozenset[str]
+    first_peak: int | None
+    notes: list[str]
+    seconds: float
+    optimizer_seconds: float
+
+
 class Recorder(MemTracker):
     """`with Recorder(model, optimizer) as recorder: step()`; then `recorder.finish()` is the trace.
 
@@ -204,9 +220,10 @@ class Recorder(MemTracker):
 
     def _mark(self, kind: str, name: str) -> None:
         if name in self._watch:
-            self.marks.append(Mark(kind, name, len(self.trace.events), self._seconds()))
+            self.marks.append(Mark(kind, name, len(self.trace.events), self.seconds()))
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """The record's clock."""
         return self._spent if self._cost is not None else time.perf_counter() - self.began
 
     def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
@@ -346,7 +363,7 @@ class Recorder(MemTracker):
         if action == "free" and not self._setup:
             phase = self.phase  # that of the last operator: what a step leaves is freed after it
         block.category = category
-        self.trace.events.append(Event(action, block, change, category, phase, module, self._op, self._seconds()))
+        self.trace.events.append(Event(action, block, change, category, phase, module, self._op, self.seconds()))
 
     def _log_scratch(self, size: int, phase: str, device: str) -> None:
         """What an operator takes and gives back beside its results, which are there by then."""

@@ -192,7 +192,7 @@ def _print_report(options: argparse.Namespace) -> None:
     if options.budget is not None:
         print()
         allowed = tuple(part.strip() for part in (options.options or "keep,checkpoint").split(","))
-        print(plan(model, inputs, options.budget, options=allowed, **settings))
+        print(plan(model, inputs, options.budget, options=allowed, fallback="measure", **settings))
 
 
 def _function(target: str) -> Callable[[], Any]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from fastamp.memory import _blocks, _optimizers
 from fastamp.memory._cpu_kernels import scratch_bytes
 from fastamp.memory._cuda_kernels import cuda_kernels
 from fastamp.memory._not_traceable import NotTraceable, explained
-from fastamp.memory._recorder import Mark, Recorder
+from fastamp.memory._recorder import RecordedStep, Recorder
 from fastamp.memory._simulate import FakeModel, fake_mode_of
 from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs
 from fastamp.memory._trace import Trace
@@ -82,7 +79,9 @@ def estimate(
     except NotTraceable as problem:
         if fallback == "raise" or not problem.fake_tensors_are_the_limit:
             raise
-        return setting.measure_copy(treatments, str(problem))
+        from fastamp.memory._real import measured_report
+
+        return measured_report(setting, treatments, str(problem))
 
 
 def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, str]:
@@ -100,16 +99,6 @@ def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, st
             for name in _blocks.chosen_blocks(model, True if pattern is None else pattern, "store"):
                 chosen[name] = _blocks.stored(chosen.get(name, "keep"), form)
     return chosen
-
-
-class Simulated(NamedTuple):
-    """A step that ran on fake tensors. `gradients`: names of the parameters that got one."""
-
-    trace: Trace
-    marks: list[Mark]
-    gradients: frozenset[str]
-    first_peak: int | None
-    notes: list[str]
 
 
 class Setting:
@@ -167,10 +156,10 @@ class Setting:
         """The report of one steady step with these treatments of blocks."""
         return self.report_of(self.run(treatments or {}), treatments or {})
 
-    def report_of(self, run: Simulated, treatments: Mapping[str, str]) -> MemoryReport:
+    def report_of(self, run: RecordedStep, treatments: Mapping[str, str]) -> MemoryReport:
         report = fill(MemoryReport(first_step_peak=run.first_peak, notes=run.notes), run.trace)
         report.device = self.device_type
-        return self._titled(report, treatments)
+        return self.titled(report, treatments)
 
     def run(
         self,
@@ -180,7 +169,7 @@ class Setting:
         gradients: Collection[str] | None = None,
         watch: Collection[str] = (),
         cost: Callable[[Any, Any, Any], float] | None = None,
-    ) -> Simulated:
+    ) -> RecordedStep:
         """Runs the step on fake tensors.
 
         optimizer: take optimizer steps. gradients: parameters that hold a gradient from before, which stands
@@ -211,14 +200,14 @@ class Setting:
 
     def _record(
         self, step: Step, fake: FakeModel, recorder: Recorder, with_optimizer: bool, micro_batches: int
-    ) -> Simulated:
+    ) -> RecordedStep:
         notes: list[str] = []
         if self.mode == "inference":
             with recorder, explained(self.model):
                 output = step.infer()
             trace = recorder.finish()
             del output
-            return Simulated(trace, recorder.marks, frozenset(), None, notes)
+            return RecordedStep(trace, recorder.marks, frozenset(), None, notes, recorder.seconds(), 0.0)
         optimizer = None
         if with_optimizer:
             optimizer = _optimizers.build(self.optimizer, fake.parameters, foreach=self.device_type == "cuda")
@@ -229,6 +218,7 @@ class Setting:
                     step.train()
             gradients = frozenset(n for n, p in self.model.named_parameters() if p.grad is not None)
             start = stop = len(recorder.trace.events)
+            seconds = recorder.seconds()
             if optimizer is not None:
                 stop = self._optimizer_steps(optimizer, recorder, notes)
                 optimizer.zero_grad()
@@ -236,7 +226,8 @@ class Setting:
         if stop != start:
             first_peak = _peak(trace, stop)
             trace = trace.steady(start, stop)
-        return Simulated(trace, recorder.marks, gradients, first_peak, notes)
+        optimizer_seconds = (recorder.seconds() - seconds) / 2  # of the two steps taken
+        return RecordedStep(trace, recorder.marks, gradients, first_peak, notes, seconds, optimizer_seconds)
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, recorder: Recorder, notes: list[str]) -> int:
         """Takes the optimizer step that makes the states, then another; the number of the event between."""
@@ -264,61 +255,9 @@ class Setting:
         recorder.add_state(size, device=next(p.device for g in optimizer.param_groups for p in g["params"]))
         return len(recorder.trace.events)
 
-    # --- the step for real ---
-
-    def measure_copy(self, treatments: Mapping[str, str], why: str) -> MemoryReport:
-        """The report of one real step of a copy of the model.
-
-        Raises NotTraceable if the model has no real parameters to run with.
-        """
-        from fastamp.memory.track import Tracking
-
-        self.check_real(why)
-        model = copy.deepcopy(self.model)
-        step, optimizer = self.real_step(model)
-        inputs = (step.args, step.kwargs, step.targets)
-        _blocks.apply(model, treatments)
-        if self.mode == "inference":
-            with Tracking(model, inputs=inputs) as report:
-                output = step.infer()
-            del output
-        else:
-            if optimizer is not None:
-                step.train()
-                optimizer.step()
-                optimizer.zero_grad()
-            with Tracking(model, optimizer, inputs=inputs) as report:
-                for _ in range(min(self.accumulation, 2)):
-                    step.train()
-                if optimizer is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        report.notes.append(f"measured on a copy of the model, for fake tensors could not run it: {why}")
-        return self._titled(report, treatments)
-
-    def check_real(self, why: str) -> None:
-        """Raises NotTraceable if the model has no real parameters to run with."""
-        if any(t.is_meta or isinstance(t, FakeTensor) for t in (*self.model.parameters(), *self.model.buffers())):
-            raise NotTraceable(f"{why}\nNor can it be measured: it has no real parameters (they are meta or fake).")
-
-    def real_step(self, model: nn.Module) -> tuple[Step, torch.optim.Optimizer | None]:
-        """This step for a real copy of the model, on the copy's device, and its optimizer."""
-        if self.precision.parameters is not None:
-            model.to(self.precision.parameters)
-        pairs = zip(self.model.parameters(), model.parameters(), strict=True)
-        optimizer = _optimizers.build(self.optimizer, {id(old): new for old, new in pairs}, foreach=False)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-        def moved(tensor: Tensor) -> Tensor:
-            dtype = self.precision.parameters if tensor.is_floating_point() else None
-            return tensor.to(device, dtype) if dtype is not None else tensor.to(device)
-
-        args, kwargs, targets = pytree.tree_map_only(Tensor, moved, (self.args, self.kwargs, self.targets))
-        return Step(model, args, kwargs, targets, self.precision, self.loss, device.type), optimizer
-
     # --- words ---
 
-    def _titled(self, report: MemoryReport, treatments: Mapping[str, str]) -> MemoryReport:
+    def titled(self, report: MemoryReport, treatments: Mapping[str, str]) -> MemoryReport:
         report.parameters, report.regime = describe_parameters(self.model, self.mode, self.precision)
         used = sorted(set(treatments.values()) - {"keep"})
         parts = [

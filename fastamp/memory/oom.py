@@ -185,7 +185,7 @@ def remedies(variants: Variants, report: MemoryReport) -> list[Remedy]:
         with contextlib.suppress(Exception):  # not every model runs so: then it is no remedy for it
             run = variants.run(variant, treatments or {})
             peak = variants.peak(run.trace)
-            seconds = pieces * run.trace.events[-1].seconds + variants.optimizer_seconds
+            seconds = pieces * run.seconds + variants.optimizer_seconds
             time = seconds / (variants.seconds + variants.optimizer_seconds)
             found.append(Remedy(what, report.peak.bytes - peak, peak, time, how))
 

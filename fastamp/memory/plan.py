@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastamp._last_call import is_out_of_memory
 from fastamp.memory import _blocks
-from fastamp.memory._cost import clock
 from fastamp.memory._not_traceable import NotTraceable
 from fastamp.memory._profile import (
     Choice,
@@ -27,11 +27,12 @@ from fastamp.memory._profile import (
     lumped_cost,
     step_cost,
 )
+from fastamp.memory._real import RealStep, Stopwatch, measured_report
+from fastamp.memory._recorder import RecordedStep
 from fastamp.memory._sizes import format_bytes, parse_bytes
-from fastamp.memory._variants import Variants, batch_size, sliced
-from fastamp.memory.estimate import Setting, Simulated
+from fastamp.memory._variants import Variants, batch_size, changed, sliced
+from fastamp.memory.estimate import Setting
 from fastamp.memory.report import MemoryReport
-from fastamp.memory.track import Tracking
 
 # Costs of blocks are taken from steps in which all blocks are treated alike, so a mixed plan's peak can be
 # off by a little: plans up to this much above the budget are simulated as a whole before they are dismissed.
@@ -71,10 +72,11 @@ class Plan:
         micro_batch, accumulation: the batch is run in `accumulation` pieces of `micro_batch`, gradients adding up
             (divide each piece's mean loss by `accumulation`).
         predicted_peak: bytes, of the whole plan, simulated.
-        seconds: estimated time of the step; good for comparing plans, see `rates`.
+        seconds: predicted time of the step; if `times` is "estimated", good for comparing plans only, see `rates`.
         keep_peak, keep_seconds: the same for the step as it is, nothing treated, in one piece.
         rates: where the speeds that `seconds` comes from are taken from.
         notes: what the reader should know.
+        times: "estimated", or "measured" in real steps.
     """
 
     budget: int
@@ -87,7 +89,9 @@ class Plan:
     keep_seconds: float
     rates: str
     notes: list[str] = field(default_factory=list)
+    times: str = "estimated"
     _setting: Any = field(default=None, repr=False)
+    _for_real: bool = field(default=False, repr=False)
     _undo: Callable[[], None] | None = field(default=None, repr=False)
 
     def apply(self, model: nn.Module) -> None:
@@ -141,13 +145,12 @@ class Plan:
             NotTraceable: the model has no real parameters.
         """
         setting: Setting = self._setting
-        report, seconds = measure(setting, self, repeats)
+        report, seconds = _run_for_real(setting, self, repeats)
         return Verification(report.peak.bytes, self.predicted_peak, seconds, self.seconds, report)
 
     def estimate(self) -> MemoryReport:
-        """The full report of the planned step, on fake tensors: see `fastamp.memory.estimate`."""
-        setting: Setting = self._setting
-        return setting.simulate(self.treatments)
+        """The full report of the planned step, on fake tensors where the plan was made so: see `estimate`."""
+        return _report(self._setting, self.treatments, self._for_real)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan's attributes as plain values, for JSON."""
@@ -162,6 +165,7 @@ class Plan:
             "keep_seconds",
             "rates",
             "notes",
+            "times",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -179,7 +183,7 @@ class Plan:
             span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} blocks)"
             lines.append(f"  {span}: {treatment}")
         if times:
-            lines.append(f"  times are estimates; rates {self.rates}")
+            lines.append(f"  times are {'estimates; rates ' if self.times == 'estimated' else ''}{self.rates}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
     def __str__(self) -> str:
@@ -201,6 +205,8 @@ def plan(
     micro_batches: bool = True,
     blocks: Any = None,
     margin: float | None = None,
+    times: str = "estimated",
+    fallback: str = "raise",
 ) -> Plan:
     """The fastest combination of treatments of blocks and micro-batches whose peak fits `budget`.
 
@@ -217,13 +223,19 @@ def plan(
         micro_batches: whether the batch may be cut. Only into equal parts, along the first dimension.
         blocks: the modules to treat, as `estimate`'s `checkpoint`; by default the repeated blocks found.
         margin: part of the budget to leave free for what the allocator loses; by default 0.05 for CUDA, 0 for the CPU.
+        times: where the times that are weighed come from. "estimated": from the operators' arithmetic and traffic, good
+            for telling plans apart. "measured": from real steps of copies of the model on its device, a few for each
+            option, all blocks treated alike; the predicted time is then that of this device as it is now. Of a batch
+            that does not fit, a part is run, and its times are scaled up.
+        fallback: where fake tensors cannot run the model: "raise" NotTraceable, or "measure" sizes and times in real
+            steps of copies of the model, on its own device. Those have to fit.
 
     Returns:
         a `Plan`: `apply(model)` puts it in place, `undo()` takes it out, `verify()` runs and measures it.
 
     Raises:
         DoesNotFit: (a ValueError) nothing allowed fits; it says what the least is.
-        NotTraceable: fake tensors cannot run the model; it names the module that stops them.
+        NotTraceable: the step does not run on fake tensors; it names the module that stops them. See `fallback`.
         TypeError, ValueError: for arguments that are wrong.
     """
     budget = parse_bytes(budget)
@@ -240,6 +252,8 @@ def plan(
         micro_batches=micro_batches,
         blocks=blocks,
         margin=margin,
+        times=times,
+        fallback=fallback,
     ).plan(budget)
 
 
@@ -262,23 +276,45 @@ class Planner:
         micro_batches: bool = True,
         blocks: Any = None,
         margin: float | None = None,
+        times: str = "estimated",
+        fallback: str = "raise",
     ) -> None:
         if mode == "inference":
             raise ValueError("plan: inference keeps nothing to plan for; see estimate(mode='inference')")
-        self.setting = Setting(model, example_inputs, optimizer, precision, mode, 1, loss, targets, device)
-        self.options = _checked_options(options, self.setting.device_type)
+        if times not in ("estimated", "measured"):
+            raise ValueError(f'times must be "estimated" or "measured", got {times!r}')
+        if fallback not in ("raise", "measure"):
+            raise ValueError(f'fallback must be "raise" or "measure", got {fallback!r}')
         if margin is not None and not 0 <= margin < 1:
             raise ValueError(f"margin must be a fraction from 0 to below 1, got {margin}")
-        self.margin = (0.05 if self.setting.device_type == "cuda" else 0.0) if margin is None else margin
+        setting = Setting(model, example_inputs, optimizer, precision, mode, 1, loss, targets, device)
+        own_device = next((p.device.type for p in model.parameters()), "cpu")
+        if times == "measured" and own_device != setting.device_type:
+            raise ValueError(
+                f'times="measured" runs the step where the model is, on {own_device}, and device={device!r} asks for '
+                "another: leave device out, or move the model there"
+            )
+        _check_options(options, setting.device_type)
         if blocks is None:
             self.blocks = _blocks.find_blocks(model)
         else:
             self.blocks = _blocks.chosen_blocks(model, blocks, "blocks")
-        self.notes: list[str] = []
+        self.times, self.notes = times, []
+        try:
+            self._variants = Variants(setting)
+        except NotTraceable as problem:
+            if fallback == "raise" or not problem.fake_tensors_are_the_limit:
+                raise
+            self._variants = Variants(changed(setting, device_type=own_device), for_real=True)
+            self.times = "measured"
+            self.notes.append(f"sizes and times are of real steps on {own_device}, for {problem}")
+            _check_options(options, own_device)
+        self.setting = self._variants.setting
+        self.margin = (0.05 if self.setting.device_type == "cuda" else 0.0) if margin is None else margin
+        self.options = list(dict.fromkeys(options))
         if not self.blocks:
             self.options = ["keep"]
             self.notes.append("no repeated blocks were found, so none is treated: name them with blocks=")
-        self._variants = Variants(self.setting)
         self.notes += self._variants.plain.notes
         self.micro_batches = micro_batches and self._variants.batch > 1
         self._costs: dict[int, dict[str, StepCost]] = {}
@@ -293,8 +329,9 @@ class Planner:
 
     # --- simulations ---
 
-    def _run(self, treatments: dict[str, str], pieces: int) -> Simulated:
-        return self._variants.run(self._variants.with_pieces(pieces), treatments, self.blocks)
+    def _run(self, treatments: dict[str, str], pieces: int) -> RecordedStep:
+        watch = [] if self._lumped else self.blocks
+        return self._variants.run(self._variants.with_pieces(pieces), treatments, watch)
 
     def _costs_of(self, pieces: int) -> dict[str, StepCost]:
         """Costs of each treatment when the batch is cut into `pieces`."""
@@ -302,7 +339,7 @@ class Planner:
             return self._costs[pieces]
         candidates = self._pieces()
         if pieces == 1 or pieces in (candidates[1], candidates[-1]):
-            self._costs[pieces] = {option: self._cost_of(option, pieces) for option in self.options}
+            self._costs[pieces] = self._costs_of_options(self.options, pieces)
         else:
             large, small = candidates[1], candidates[-1]
             share = (1 / pieces - 1 / small) / (1 / large - 1 / small)
@@ -310,15 +347,39 @@ class Planner:
             self._costs[pieces] = {option: between(low[option], high[option], share) for option in self.options}
         return self._costs[pieces]
 
-    def _cost_of(self, option: str, pieces: int) -> StepCost:
-        run = self._run(dict.fromkeys(self.blocks, option), pieces)
-        trace, marks = run.trace, run.marks
-        if self._lumped:
-            return lumped_cost(trace).above(self._variants.states)
-        order = [mark.name for mark in marks if mark.kind == "enter"]
-        if pieces == 1 and option == self.options[0] and sorted(order) == sorted(self.blocks):
+    def _costs_of_options(self, options: Sequence[str], pieces: int) -> dict[str, StepCost]:
+        treatments = [dict.fromkeys(self.blocks, option) for option in options]
+        runs = [self._run(each, pieces) for each in treatments]
+        order = [mark.name for mark in runs[0].marks if mark.kind == "enter"]
+        if sorted(order) == sorted(self.blocks):
             self.blocks = order  # the order they run in, which need not be the model's
-        return step_cost(trace, marks, self.blocks).above(self._variants.states)
+        costs = self._step_costs(runs)
+        if self.times == "measured":
+            costs = self._with_real_times(treatments, pieces, runs, costs)
+        return dict(zip(options, costs, strict=True))
+
+    def _step_costs(self, runs: Sequence[RecordedStep]) -> list[StepCost]:
+        costs = [lumped_cost(run) if self._lumped else step_cost(run, self.blocks) for run in runs]
+        return [cost.above(self._variants.states) for cost in costs]
+
+    def _with_real_times(
+        self, treatments: list[dict[str, str]], pieces: int, runs: list[RecordedStep], costs: list[StepCost]
+    ) -> list[StepCost]:
+        """`costs` of `runs` with times of real steps: of the largest part of the batch that fits, if not all does."""
+        batch = self._variants.batch
+        for part in [n for n in range(pieces, batch + 1) if batch % n == 0]:
+            smaller = runs if part == pieces else [self._run(each, part) for each in treatments]
+            try:
+                real = self._variants.with_real_times(self._variants.with_pieces(part), smaller, treatments)
+            except Exception as problem:
+                if part == batch or not is_out_of_memory(problem):
+                    raise
+                continue
+            if not self._costs:  # it is the same for each part
+                self._variants.optimizer_seconds = real[0].optimizer_seconds
+            ratios = zip(costs, self._step_costs(smaller), self._step_costs(real), strict=True)
+            return [cost.timed_as(estimated, measured) for cost, estimated, measured in ratios]
+        raise AssertionError("there is at least one part")
 
     def _treatments(self, choice: Choice) -> dict[str, str]:
         chosen = choice.treatments * len(self.blocks) if self._lumped else choice.treatments
@@ -357,7 +418,9 @@ class Planner:
         raise self._does_not_fit(allowed)
 
     def _worth_cutting(self, usable: int) -> list[int]:
-        """Nothing is faster than the whole batch with the fastest treatment of each block, if that fits."""
+        """By estimated times nothing is faster than the whole batch with each block at its fastest, if that fits."""
+        if self.times == "measured":
+            return self._pieces()
         fastest = cheapest(self._costs_of(1), math.inf)
         assert fastest is not None
         if fastest.peak <= usable * _SLACK and self._peak(1, self._treatments(fastest)) <= usable:
@@ -383,7 +446,7 @@ class Planner:
     def _plan(self, budget: int, pieces: int, choice: Choice, peak: int, seconds: float) -> Plan:
         keeping = self._costs_of(1).get("keep")
         if keeping is None:
-            keeping = self._cost_of("keep", 1)
+            keeping = self._costs_of_options(["keep"], 1)["keep"]
         return Plan(
             budget=budget,
             treatments=self._treatments(choice),
@@ -393,9 +456,11 @@ class Planner:
             seconds=seconds,
             keep_peak=self._peak(1, dict.fromkeys(self.blocks, "keep")),
             keep_seconds=keeping.seconds + self._variants.optimizer_seconds,
-            rates=self._variants.rates.source,
+            rates=self._variants.rates.source if self.times == "estimated" else "those of real steps on this device",
             notes=list(self.notes),
+            times=self.times,
             _setting=self._variants.with_pieces(pieces),
+            _for_real=self._variants.for_real,
         )
 
     def _does_not_fit(self, budget: int) -> DoesNotFit:
@@ -414,7 +479,7 @@ class Planner:
         how = ", ".join(f"{count} blocks {name}" for name, count in counts.items()) or "no blocks to treat"
         if pieces > 1:
             how += f", micro-batches of {self._variants.batch // pieces}"
-        run = self._variants.with_pieces(pieces).simulate(treatments)
+        run = _report(self._variants.with_pieces(pieces), treatments, self._variants.for_real)
         standing = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in run.peak.breakdown.items() if size > 0.02 * run.peak.bytes
         )
@@ -427,39 +492,29 @@ class Planner:
         )
 
 
-def measure(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
+def _report(setting: Setting, treatments: dict[str, str], for_real: bool) -> MemoryReport:
+    if for_real:
+        return measured_report(setting, treatments, "see the plan's notes")
+    return setting.simulate(treatments)
+
+
+def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
     """A planned step for real, on a copy of the model: its record, and the median of unrecorded times."""
-    setting.check_real("verify")
-    model = copy.deepcopy(setting.model)
-    step, optimizer = setting.real_step(model)
-    undo = _blocks.apply(model, plan.treatments)
-    now, times = clock(setting.device_type), []
-
-    def run(pieces: int) -> None:
-        for _ in range(pieces):
-            step.train()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
+    real, watch = RealStep(setting, plan.treatments, "verify"), Stopwatch(setting.device_type)
+    seconds = []
     for _ in range(repeats + 1):
-        began = now()
-        run(plan.accumulation)
-        if setting.device_type == "cuda":
-            torch.cuda.synchronize()
-        times.append(now() - began)
-    inputs = (step.args, step.kwargs, step.targets)
-    with Tracking(model, optimizer, inputs=inputs) as report:
-        run(min(plan.accumulation, 2))
-    undo()
-    return report, sorted(times[1:])[(len(times) - 1) // 2]
+        began = watch.now()
+        real.train(plan.accumulation)
+        real.optimize()
+        seconds.append(watch.between(began, watch.now()))
+    report = real.report(min(plan.accumulation, 2))
+    return report, median(seconds[1:])
 
 
-def _checked_options(options: Sequence[str], device_type: str) -> list[str]:
+def _check_options(options: Sequence[str], device_type: str) -> None:
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise TypeError(f"options must be a sequence of treatments such as ('keep', 'checkpoint'), got {options!r}")
     for option in options:
         _blocks.check_treatment(option)
     if "offload" in options and device_type == "cpu":
         raise ValueError("options: 'offload' moves activations to host memory, and with device='cpu' they are there")
-    return list(dict.fromkeys(options))
