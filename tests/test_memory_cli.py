@@ -20,11 +20,12 @@ from fastamp.__main__ import main as fastamp_command
 from fastamp._last_call import is_out_of_memory, watching
 from fastamp.memory import estimate, explain_oom
 from fastamp.memory._blocks import TREATMENTS
+from fastamp.memory._snapshot import largest_lines
 from fastamp.memory._step import _PRECISIONS, MODES
 from fastamp.memory._variants import Variants
 from fastamp.memory.cli import main
 from fastamp.memory.estimate import Setting
-from fastamp.memory.oom import remedies
+from fastamp.memory.oom import _history_lines, remedies
 
 ROOT = Path(__file__).parents[1]
 
@@ -332,6 +333,49 @@ def test_other_errors_and_unknown_models_pass_through():
     with pytest.raises(torch.OutOfMemoryError):
         explain_oom(torch.OutOfMemoryError("CUDA out of memory."), model=nn.Linear(2, 2), inputs="nonsense", file=out)
     assert "could not explain" in out.getvalue()
+
+
+def _frames(*places: tuple[str, int, str]) -> list[dict[str, object]]:
+    return [{"filename": file, "line": line, "name": name} for file, line, name in places]
+
+
+def test_lines_that_hold_most_come_from_torchs_memory_history():
+    inside = (str(Path(torch.__file__).parent / "nn" / "functional.py"), 9, "linear")
+    in_cpp = ("??", 0, "at::native::empty_cuda")
+    model, loop = ("/home/me/model.py", 33, "forward"), ("/home/me/train.py", 7, "<module>")
+
+    def block(size: int, *frames: tuple[str, int, str], state: str = "active_allocated") -> dict[str, object]:
+        return {"size": size, "requested_size": size, "address": 0, "state": state, "frames": _frames(*frames)}
+
+    snapshot = {
+        "segments": [
+            {
+                "device": 0,
+                "total_size": 20 << 20,
+                "blocks": [
+                    block(1 << 20, in_cpp, inside, model, loop),
+                    block(3 << 20, inside, model, loop),
+                    block(9 << 20, inside, model, loop, state="inactive"),
+                ],
+            },
+            {"device": 0, "total_size": 4 << 20, "blocks": [block(2 << 20), block(1 << 20, loop), block(512, inside)]},
+            {"device": 1, "total_size": 99 << 20, "blocks": [block(99 << 20, loop)]},
+        ],
+        "device_traces": [],
+    }
+    found = largest_lines(snapshot, device=0, count=3)
+    assert found[0] == (4 << 20, 2, "/home/me/model.py:33 in forward")
+    assert found[1][:2] == (2 << 20, 1) and "no line of Python" in found[1].where
+    assert found[2] == (1 << 20, 1, "/home/me/train.py:7 in <module>")
+    assert largest_lines(snapshot, device=0)[3].where.endswith("functional.py:9 in linear")
+    assert _history_lines(snapshot, 1)[1].split("  ")[-1] == "/home/me/train.py:7 in <module>"
+    text = "\n".join(_history_lines(snapshot, 0))
+    assert "by the line that allocated it" in text and "4.00 MiB  /home/me/model.py:33 in forward  (2 blocks)" in text
+    # Nothing is said of what was recorded without frames.
+    for segment in snapshot["segments"]:
+        for each in segment["blocks"]:
+            del each["frames"]
+    assert largest_lines(snapshot, device=0) == _history_lines(snapshot, 0) == []
 
 
 _LIMITED = """

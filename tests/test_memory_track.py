@@ -173,7 +173,7 @@ def test_tracked_results_are_the_untracked_ones():
 
 
 def test_cuda_counters_tell_reserved_from_allocated(monkeypatch):
-    """The bookkeeping, with a stand-in for the device's statistics."""
+    """The bookkeeping, with a stand-in for the device's statistics; test_memory_cuda.py has the real ones."""
     stats = {
         "allocated_bytes.all.peak": 700,
         "reserved_bytes.all.peak": 1000,
@@ -185,8 +185,17 @@ def test_cuda_counters_tell_reserved_from_allocated(monkeypatch):
     counters = _Counters("cuda:0", 0.001)
     counters.start()
     found = counters.stop()
-    assert found["peak reserved"] - found["peak allocated"] == 300
-    assert found["peak of free pieces in segments in use"] == 200
+    report = MemoryReport(source="measured", measured=found)
+    assert report.fragmentation == 300 and found["peak of free pieces in segments in use"] == 200
+    text = str(report)
+    assert (
+        "(measured): at most 700 B allocated and 1000 B reserved,\n  so 300 B (30%) was lost to fragmentation" in text
+    )
+    assert "Measured peak of free pieces in segments in use: 200 B" in text and "Measured peak reserved" not in text
+
+
+def test_a_cpu_has_no_reserved_memory_to_speak_of(report):
+    assert report.fragmentation is None and "(measured)" not in str(report)
 
 
 # --- the report's other forms ---

@@ -4,8 +4,8 @@ Follows the rules of torch's c10/cuda/CUDACachingAllocator.cpp with its default 
 512 bytes; requests up to 1 MiB share 2 MiB segments, larger ones up to 10 MiB share 20 MiB segments, still
 larger ones get a segment of their own in multiples of 2 MiB; the smallest free block that fits is taken and
 split, and free neighbours merge. One stream is assumed. `expandable` is
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where memory grows in pages of one segment a pool (2 MiB and
-20 MiB) and neighbours always merge.
+PYTORCH_ALLOC_CONF=expandable_segments:True, where memory grows in pages of one segment a pool (2 MiB and 20 MiB)
+and neighbours always merge.
 """
 
 from __future__ import annotations

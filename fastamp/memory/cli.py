@@ -7,14 +7,11 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import fastamp
 
 _DESCRIPTION = """\
 Prints where the memory of a training step of your model goes. The step is not run, and the model not even built: your
@@ -125,22 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_traceback(problem: BaseException | None) -> str:
     """The traceback of an error as far as it runs through the user's files; "" if it does not."""
+    from fastamp.memory._users_code import is_users
+
     told = traceback.TracebackException.from_exception(problem) if problem is not None else None
     part, found = told, isinstance(problem, SyntaxError)
     while part is not None:
-        own = [frame for frame in part.stack if _is_users(frame.filename)]
+        own = [frame for frame in part.stack if is_users(frame.filename)]
         part.stack = traceback.StackSummary.from_list(own)
         found = found or bool(own)
         part = part.__cause__ or part.__context__
     return "".join(told.format()) if told is not None and found else ""
-
-
-def _is_users(file: str) -> bool:
-    import torch
-
-    ours = tuple(str(Path(module).parent) for module in (fastamp.__file__, torch.__file__))
-    library = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
-    return not library and not file.startswith((*ours, "<frozen"))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from fastamp import _last_call
 from fastamp.memory import _blocks
 from fastamp.memory._sizes import format_bytes
+from fastamp.memory._snapshot import largest_lines
 from fastamp.memory._step import Precision, split_inputs
 from fastamp.memory._variants import Variants, changed
 from fastamp.memory.estimate import Setting
@@ -168,10 +169,21 @@ def _device_lines(device: str) -> list[str]:
         return []
     free, total = torch.cuda.mem_get_info()
     reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    return [
+    lines = [
         f"  the GPU has {format_bytes(total)}; reserved {format_bytes(reserved)}, of it {format_bytes(allocated)} "
-        f"allocated; free {format_bytes(free)}",
-        "",
+        f"allocated; free {format_bytes(free)}"
+    ]
+    with contextlib.suppress(Exception):  # private to torch
+        lines += _history_lines(torch.cuda.memory._snapshot(), torch.cuda.current_device())
+    return [*lines, ""]
+
+
+def _history_lines(snapshot: Mapping[str, Any], device: int) -> list[str]:
+    found = largest_lines(snapshot, device)
+    head = ["  live now, by the line that allocated it (torch's memory history):"] if found else []
+    return head + [
+        f"  {format_bytes(line.bytes):>12}  {line.where}" + (f"  ({line.blocks} blocks)" if line.blocks > 1 else "")
+        for line in found
     ]
 
 
@@ -215,7 +227,7 @@ def remedies(variants: Variants, report: MemoryReport) -> list[Remedy]:
         found.append(Remedy("8-bit optimizer states", saves, report.peak.bytes - saves, None, how))
     if setting.device_type == "cuda" and torch.cuda.is_available():
         lost = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        how = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+        how = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
         found.append(Remedy("less fragmentation", lost, report.peak.bytes, 1.0, how))
     return sorted((remedy for remedy in found if remedy.saves > 0), key=lambda remedy: -remedy.saves)
 

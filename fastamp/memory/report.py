@@ -155,6 +155,14 @@ class MemoryReport:
         """Temporaries and recomputed activations at the peak."""
         return self.peak.breakdown["temporaries"] + self.peak.breakdown["recomputed"]
 
+    @property
+    def fragmentation(self) -> int | None:
+        """What the CUDA allocator reserved at most above what it allocated at most, measured; None but for a live run
+        on CUDA."""
+        if not self.measured.get("peak reserved"):
+            return None
+        return self.measured["peak reserved"] - self.measured["peak allocated"]
+
     def by_module(self, depth: int = 2) -> dict[str, int]:
         """Activation bytes by module, largest first; modules deeper than `depth` names are added to their
         ancestor."""
@@ -223,8 +231,7 @@ class MemoryReport:
                 f"  so {format_bytes(self.cuda.fragmentation)} is the margin for fragmentation; with "
                 f"expandable_segments:True {format_bytes(self.cuda.expandable_reserved)} reserved."
             )
-        for name, size in self.measured.items():
-            yield f"Measured {name}: {format_bytes(size)}"
+        yield from self._measured_lines()
         yield from self._activation_lines()
         if self.peak.holders:
             yield ""
@@ -237,6 +244,19 @@ class MemoryReport:
                 )
         for note in self.notes:
             yield f"Note: {note}"
+
+    def _measured_lines(self) -> Iterable[str]:
+        measured = dict(self.measured)
+        if self.fragmentation is not None:
+            allocated, reserved = measured.pop("peak allocated"), measured.pop("peak reserved")
+            yield (
+                f"CUDA caching allocator (measured): at most {format_bytes(allocated)} allocated and "
+                f"{format_bytes(reserved)} reserved,"
+            )
+            share = self.fragmentation / reserved
+            yield f"  so {format_bytes(self.fragmentation)} ({share:.0%}) beyond what tensors needed: fragmentation."
+        for name, size in measured.items():
+            yield f"Measured {name}: {format_bytes(size)}"
 
     def _activation_lines(self) -> Iterable[str]:
         if not self.activations:
