@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from scaler_parity import assert_same
 from torch import nn
 
 import fastamp
+from fastamp._report import Report
 from fastamp.integrations.accelerate import teach_accelerate
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -155,13 +157,19 @@ needs_transformers = pytest.mark.skipif(
 def test_transformers_page():
     import transformers
 
+    torchs = torch.utils.checkpoint.checkpoint
+    report = Report()
+    report.start()
     names = run_page("integrations/transformers")
+    report.stop()
     model = names["model"]
     assert all(p.grad is not None for p in model.parameters())
-    assert transformers.modeling_utils.checkpoint is torch.utils.checkpoint.checkpoint
+    # A checkpoint for each of two layers kept its input, 4x16x32 floats.
+    assert report.formats.keys() == {"int8"} and report.formats["int8"][:2] == [2, 2 * 4 * 16 * 32 * 4]
+    assert transformers.modeling_utils.checkpoint is torch.utils.checkpoint.checkpoint is torchs
 
 
-def train_with_trainer(folder, scaler=None, **options):
+def train_with_trainer(folder, scaler=None, callbacks=(), **options):
     """scaler: in place of the one that Trainer makes where it makes one, for float16 on a GPU."""
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -183,7 +191,9 @@ def train_with_trainer(folder, scaler=None, **options):
         "use_cpu": True,
     }
     arguments = TrainingArguments(output_dir=str(folder), **{**usual, **options})
-    trainer = Trainer(model=BertForSequenceClassification(config), args=arguments, train_dataset=data)
+    trainer = Trainer(
+        model=BertForSequenceClassification(config), args=arguments, train_dataset=data, callbacks=[*callbacks]
+    )
     if scaler is not None:
         trainer.accelerator.scaler = scaler
     trainer.train()
@@ -192,19 +202,59 @@ def train_with_trainer(folder, scaler=None, **options):
 
 @needs_transformers
 @pytest.mark.filterwarnings("ignore")
-def test_trainer_with_a_scaler_checkpointing_and_accumulation(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_trainer_with_a_scaler_checkpointing_and_accumulation(tmp_path, optimizer):
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        """Has the fifth micro-batch overflow, the first of the second step. Keeps the parameters after each step and
+        which steps accelerate took for skipped."""
+
+        def __init__(self):
+            self.micro_batches, self.parameters, self.skipped = 0, [], []
+
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.register_forward_hook(self.forward)
+
+        def forward(self, model, args, output):
+            self.micro_batches += 1
+            if self.micro_batches == 5:
+                output["loss"] = output["loss"] * float("inf")
+
+        def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+            self.parameters.append([p.detach().clone() for p in model.parameters()])
+            self.skipped.append(optimizer.step_was_skipped)
+
+    def train(scaler):
+        watch = Watch()
+        _, state = train_with_trainer(tmp_path, scaler, [watch], optim=optimizer)
+        return watch.parameters, watch.skipped, state
+
     settings = {"device": "cpu", "init_scale": 4096.0, "growth_interval": 2}
-    expected = train_with_trainer(tmp_path, torch.amp.GradScaler(**settings))
+    expected = train(torch.amp.GradScaler(**settings))
+    report = Report()
+    report.start()
     with fastamp.patched():
-        result = train_with_trainer(tmp_path, torch.amp.GradScaler(**settings))
-    assert_same(result, expected)
-    assert result[1]["scale"] == 8192.0
+        scaler = torch.amp.GradScaler(**settings)
+        result = train(scaler)
+    report.stop()
+    assert isinstance(scaler, fastamp.GradScaler)
+    parameters, skipped, state = result
+    if optimizer == "adamw_torch":
+        assert_same(result, expected)
+    else:
+        # With torch's scaler accelerate does not see that a fused step was skipped, and the learning rate moves on.
+        assert_same((parameters[:2], state), (expected[0][:2], expected[2]))
+    assert skipped == [False, True, False] and state["scale"] == 2048.0
+    unchanged = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(parameters)]
+    assert unchanged == [True, False]
+    assert "scaler: 3 steps, 1 skipped" in "\n".join(report.lines())
 
     stored = []
     policy = functools.partial(lambda seen, tensor, context: seen.append(tensor.shape) or "int8", stored)
     with fastamp.patched(storage=policy):
-        coded = train_with_trainer(tmp_path, torch.amp.GradScaler(**settings))
+        coded = train(torch.amp.GradScaler(**settings))
     # Two layers in each of twelve micro-batches.
-    assert len(stored) == 24 and coded[1] == expected[1]
-    distance = sum((a - b).norm() ** 2 for a, b in zip(coded[0], expected[0], strict=True)) ** 0.5
+    assert len(stored) == 24 and coded[1:] == result[1:]
+    distance = sum((a - b).norm() ** 2 for a, b in zip(coded[0][-1], parameters[-1], strict=True)) ** 0.5
     assert 0 < distance < 0.05

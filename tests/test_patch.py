@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import gc
 import inspect
 import pickle
 import subprocess
@@ -490,24 +490,43 @@ def test_overlapping_blocks_in_threads():
     assert torch.amp.GradScaler is ORIGINALS["torch.amp.GradScaler"]
 
 
-def test_threads_leave_a_clean_state(monkeypatch):
-    # The heap scan takes most of the time and is not what races.
-    monkeypatch.setattr(gc, "get_referrers", lambda *objects: [])
-    failures = []
+@pytest.mark.parametrize("how", ["patched", "patch"])
+def test_one_thread_takes_out_while_another_puts_in(monkeypatch, how):
+    """What the first has begun ends before the second begins: it is held up as it gives torch its own back."""
+    rebind = patching._rebind
+    taking_out, put_in = threading.Event(), threading.Event()
 
-    def work(number):
-        try:
-            for _ in range(8):
-                with fastamp.patched(min_scale=float(number)):
-                    scaler = torch.amp.GradScaler("cpu")
-                    assert isinstance(scaler, fastamp.GradScaler) and scaler._min_scale in range(1, 7)
-        except BaseException as error:
-            failures.append(error)
+    def slowly(replacements):
+        if threading.current_thread() is first:
+            # As long as it takes a thread that no lock keeps from it.
+            taking_out.set()
+            put_in.wait(1.0)
+        rebind(replacements)
+        if threading.current_thread() is second:
+            put_in.set()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
-    for thread in threads:
+    def take_out():
+        with fastamp.patched() if how == "patched" else contextlib.nullcontext():
+            monkeypatch.setattr(patching, "_rebind", slowly)
+            if how == "patch":
+                fastamp.unpatch()
+
+    def put_in_again():
+        assert taking_out.wait(30)
+        if how == "patch":
+            fastamp.patch(min_scale=4.0)
+        with fastamp.patched(min_scale=4.0) if how == "patched" else contextlib.nullcontext():
+            first.join(30)
+            seen.append((torch.amp.GradScaler, torch.amp.GradScaler("cpu").state_dict().get("min_scale")))
+
+    seen = []
+    if how == "patch":
+        fastamp.patch()
+    first, second = threading.Thread(target=take_out), threading.Thread(target=put_in_again)
+    for thread in (first, second):
         thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and not patching.is_patched()
+    for thread in (first, second):
+        thread.join(60)
+    assert seen == [(patching.AmpGradScaler, 4.0)]
+    fastamp.unpatch()
     assert torch.amp.GradScaler is ORIGINALS["torch.amp.GradScaler"]

@@ -75,33 +75,54 @@ def test_page():
 # ---- unmodified programs -----------------------------------------------------------------------------------
 
 
+# Runs a script, then tells what it used: the type of its scaler and how often it came to fastamp.checkpoint.
+WITNESS = """
+import runpy, sys
+from fastamp import checkpointing
+
+calls, checkpoint = [], checkpointing.checkpoint
+checkpointing.checkpoint = lambda *args, **kwargs: calls.append(1) or checkpoint(*args, **kwargs)
+sys.argv = sys.argv[1:]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+scaler = names["trainer"].accelerator.scaler if "trainer" in names else names["scaler"]
+print("used:", type(scaler).__module__, type(scaler).__name__, len(calls))
+"""
+AMP, CUDA = "fastamp.patching AmpGradScaler", "fastamp.patching CudaGradScaler"
+# Trainer makes a scaler with fp16 only, which is for GPUs.
+TRAINER = AMP if torch.cuda.is_available() else "builtins NoneType"
+
+
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("name", "steps", "scaler", "checkpoints"),
     [
-        ("amp_loop", 10),
-        ("gradient_accumulation", 6),
-        ("checkpoint_forward", 3),
+        ("amp_loop", 10, CUDA, 0),
+        ("gradient_accumulation", 6, AMP, 0),
+        ("checkpoint_forward", 3, AMP, 4 * 3),
         pytest.param(
-            "bert_classifier", 3, marks=pytest.mark.skipif(not has_transformers, reason="transformers is not installed")
+            *("bert_classifier", 3, AMP, 3 * 3),
+            marks=pytest.mark.skipif(not has_transformers, reason="transformers is not installed"),
         ),
         pytest.param(
-            "hf_trainer",
-            2,
+            # Three layers in each of four micro-batches.
+            *("hf_trainer", 2, TRAINER, 2 * 4 * 3),
             marks=pytest.mark.skipif(
                 not (has_transformers and has_accelerate), reason="transformers or accelerate is not installed"
             ),
         ),
     ],
 )
-def test_articles_scripts_run_unchanged_with_the_same_results(name, steps):
+def test_articles_scripts_run_unchanged_with_the_same_results(name, steps, scaler, checkpoints, tmp_path):
     script = EXAMPLES / f"{name}.py"
-    result = execute("--report", str(script), "--steps", str(steps))
+    witness = tmp_path / "witness.py"
+    witness.write_text(WITNESS)
+    result = execute("--report", str(witness), str(script), "--steps", str(steps))
     assert result.returncode == 0, result.stderr
+    assert f"used: {scaler} {checkpoints}\n" in result.stdout
     expected = plain_output(script, "--steps", str(steps))
     assert losses(expected) and losses(result.stdout) == losses(expected)
     report = result.stdout[result.stdout.index("fastamp report") :]
     if name in ("amp_loop", "hf_trainer"):
-        # torch.cuda.amp's scaler disables itself without a GPU, and Trainer makes one with fp16 only.
+        # torch.cuda.amp's scaler disables itself without a GPU.
         without_gpu = f"no gradient scaler was in use: {steps} optimizer steps"
         assert (f"scaler: {steps} steps" if torch.cuda.is_available() else without_gpu) in report
     else:
