@@ -59,6 +59,10 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
     python, pytest = sys.executable, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     build = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, "MAX_JOBS": str(os.cpu_count() or 2)}
     op_tests = [str(path) for path in sorted((ROOT / "tests").glob("test_op_*.py"))]
+    # Tests that skip without a GPU. Those that count the device's memory share it with nothing.
+    gpu_tests = [str(path) for path in sorted((ROOT / "tests").glob("test_*_cuda.py"))]
+    alone = ["tests/test_cuda_device.py", *(path for path in gpu_tests if "memory" in path)]
+    training = [*(path for path in gpu_tests if path not in alone), "tests/test_optimizers.py"]
     compare = [python, "tests/compare_backends.py"]
     bench = [python, "benchmarks/bench_gpu.py", "--json", str(out / "benchmarks.json")]
     several = ["-n", "8"] if importlib.util.find_spec("xdist") else []
@@ -92,9 +96,9 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
         [
             Part(
                 "graphs, streams, memory",
-                [*pytest, "tests/test_cuda_device.py"],
-                [*pytest, "--collect-only", "tests/test_cuda_device.py"],
-                90,
+                [*pytest, *alone],
+                [*pytest, "--collect-only", *alone],
+                100,
                 ("pytest",),
             )
         ],
@@ -127,6 +131,15 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
             )
         ],
         [Part("benchmarks", bench, [*bench, "--device", "cpu", "--quick"], 150)],
+        [
+            Part(
+                "optimizers, integrations, NCCL",
+                [*pytest, *several, "-rs", "-k", "cuda", *training],
+                [*pytest, "--collect-only", "-k", "cuda", *training],
+                100,
+                ("pytest",),
+            )
+        ],
         [
             Part(
                 "whole suite",

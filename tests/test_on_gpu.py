@@ -28,6 +28,7 @@ PARTS = [
     "synccheck",
     "op tests",
     "benchmarks",
+    "optimizers, integrations, NCCL",
     "whole suite",
 ]
 
@@ -127,6 +128,9 @@ def test_what_runs_on_a_gpu(script, tmp_path):
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert commands[tool][0] == "compute-sanitizer" and commands[tool][commands[tool].index("--tool") + 1] == tool
     assert script.TOTAL_SECONDS < 9 * 60
+    asked = commands["optimizers, integrations, NCCL"] + commands["graphs, streams, memory"]
+    for file in sorted((ROOT / "tests").glob("test_*_cuda.py")):
+        assert asked.count(str(file)) == 1
 
 
 def test_a_part_without_its_program_is_left_out(script):
