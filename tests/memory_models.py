@@ -124,22 +124,35 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def make(kind: str) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """A model, a batch for it and a loss that holds on to the model's output as long as a training loop would."""
+def make(kind: str, device: str = "cpu") -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """A model, a batch for it and a loss that holds on to the model's output as long as a training loop would.
+
+    Small on a CPU; on a GPU large enough for the workspaces of its libraries to be small beside it.
+    """
     torch.manual_seed(0)
+    large = device != "cpu"
     if kind == "cnn":
-        return CNN(), torch.randn(8, 3, 32, 32), lambda output: output.logsumexp(1).sum()
-    model = GPT() if kind == "gpt" else BERT()
-    tokens = torch.randint(300, (4, 64))
+        model = CNN(64, 4) if large else CNN()
+        images = torch.randn(64, 3, 64, 64) if large else torch.randn(8, 3, 32, 32)
+        return model.to(device), images.to(device), lambda output: output.logsumexp(1).sum()
+    make_model = GPT if kind == "gpt" else BERT
+    model = make_model(width=512, heads=8, blocks=4) if large else make_model()
+    tokens = torch.randint(300, (32, 256) if large else (4, 64)).to(device)
     return (
-        model,
+        model.to(device),
         tokens,
         lambda output: F.cross_entropy(output.flatten(0, -2), tokens.flatten()[: output[..., 0].numel()] % 2),
     )
 
 
-def allocated_peak(step: Callable[[], object]) -> int:
-    """The most bytes that the CPU allocator hands out during `step`, above what there was before."""
+def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
+    """The most bytes that the device's allocator hands out during `step`, above what there was before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]

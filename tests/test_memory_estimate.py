@@ -13,41 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from memory_models import CNN, GPT, Block, allocated_peak, make, saved_bytes, storage_bytes
+from memory_checks import Measured, check_estimate, close
+from memory_models import CNN, GPT, Block, allocated_peak, make, storage_bytes
 from torch import Tensor, nn
 
-from fastamp.memory import MemoryReport, NotTraceable, estimate
+from fastamp.memory import MemoryReport, NotTraceable, _blocks, estimate
 from fastamp.memory._optimizers import NAMES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def measured(model, inputs, loss, optimizer, *, precision=None, micro_batches=1) -> tuple[int, int]:
-    """Saved bytes of a forward pass and the peak of a steady step, parameters and states included."""
-    dtype = {"bf16-amp": torch.bfloat16, None: None}[precision]
-
-    def forward():
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            output = model(inputs)
-            return output, loss(output)
-
-    def step():
-        for _ in range(micro_batches):
-            output, value = forward()
-            value.backward()
-            del output, value
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    standing = storage_bytes(*model.parameters(), *model.buffers(), inputs, *states)
-    peak = standing + allocated_peak(step)
-    return saved_bytes(forward, (*model.parameters(), *model.buffers(), inputs)), peak
-
-
-def close(estimated: int, real: int) -> None:
-    assert abs(estimated - real) <= 0.1 * real, f"estimated {estimated:,}, measured {real:,}"
 
 
 # --- against real runs ---
@@ -66,18 +39,7 @@ def close(estimated: int, real: int) -> None:
     ids=lambda value: value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()) or "plain",
 )
 def test_saved_bytes_and_peak_are_those_of_a_real_step(kind, settings):
-    model, inputs, loss = make(kind)
-    report = estimate(model, inputs, loss=loss, **settings)
-    saved, peak = measured(
-        model,
-        inputs,
-        loss,
-        torch.optim.AdamW(model.parameters()),
-        precision=settings.get("precision"),
-        micro_batches=settings.get("accumulation", 1),
-    )
-    close(report.activations, saved)
-    close(report.peak.bytes, peak)
+    check_estimate(kind, **settings)
 
 
 def test_checkpointed_blocks_are_those_of_a_real_step():
@@ -90,9 +52,9 @@ def test_checkpointed_blocks_are_those_of_a_real_step():
 
     for block in model.blocks:
         block.forward = lambda x, inner=block.forward: checkpoint(inner, x, use_reentrant=False)
-    saved, peak = measured(model, inputs, loss, torch.optim.AdamW(model.parameters()))
-    close(report.activations, saved)
-    close(report.peak.bytes, peak)
+    real = Measured(model, inputs, loss, torch.optim.AdamW(model.parameters()))
+    close(report.activations, real.saved)
+    close(report.peak.bytes, real.peak())
 
 
 def test_inference_peak_is_that_of_a_real_pass():
@@ -282,6 +244,54 @@ def test_frozen_lora_and_full_training_are_told_apart():
     assert adapters.gradients == trained == adapters.parameters.trainable_bytes
     assert adapters.parameters.adapter_rank == 4 and "LoRA-style fine-tuning (rank 4)" in adapters.regime
     assert adapters.parameters.frozen_bytes == 3 * storage_bytes(full[0].weight, full[0].bias)
+
+
+def _frozen_below(model: nn.Module) -> None:
+    """All but the last block and the head."""
+    model.requires_grad_(False)
+    for part in (list(model.modules())[-1], _stack(model)[-1]):
+        part.requires_grad_(True)
+
+
+def _frozen_in_between(model: nn.Module) -> None:
+    """Gradients pass through frozen blocks to what trains below them."""
+    for block in _stack(model):
+        block.requires_grad_(False)
+
+
+def _adapters_only(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name in ("qkv", "up", "down", "linear1", "linear2"):
+                setattr(module, name, _LoRA(child, 4))
+
+
+def _stack(model: nn.Module) -> list[nn.Module]:
+    return [dict(model.named_modules())[name] for name in _blocks.find_blocks(model)]
+
+
+@pytest.mark.parametrize(
+    "kind, prepare, settings",
+    [
+        ("gpt", _frozen_below, {}),
+        ("bert", _frozen_below, {"precision": "bf16-amp"}),
+        ("cnn", _frozen_below, {}),
+        ("gpt", _frozen_in_between, {}),
+        ("cnn", _frozen_in_between, {"accumulation": 2}),
+        ("gpt", _adapters_only, {}),
+        ("gpt", _adapters_only, {"precision": "bf16-amp"}),
+        ("bert", _adapters_only, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_saved_bytes_and_peak_of_fine_tuning_are_those_of_a_real_step(kind, prepare, settings):
+    tuned = check_estimate(kind, prepare=prepare, mode="finetune", **settings)
+    model, inputs, loss = make(kind)
+    full = estimate(model, inputs, loss=loss, **settings)
+    assert tuned.optimizer_states < full.optimizer_states and tuned.gradients < full.gradients
+    assert tuned.peak.bytes < full.peak.bytes or prepare is _adapters_only
+    assert ("LoRA-style" in tuned.regime) is (prepare is _adapters_only)
 
 
 def test_finetune_insists_on_frozen_parameters_and_training_on_others():

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_checks import Measured, check_plan
 from memory_models import CNN, GPT, Stack
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -156,6 +157,27 @@ def test_a_plan_run_for_real_has_the_predicted_peak(whole, share):
     assert run.predicted_seconds == found.seconds and run.seconds > 0
     assert run.report.source == "measured"
     assert found.estimate().peak.bytes == pytest.approx(found.predicted_peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "kind, options, precision",
+    [
+        ("gpt", ("keep", "checkpoint"), "bf16-amp"),
+        ("gpt", ("keep", "store:bf16"), None),
+        ("gpt", ("keep", "store:exact"), None),
+        ("gpt", ("keep", "store:int8"), "bf16-amp"),
+        ("gpt", ("keep", "checkpoint:delta-int8"), None),
+        ("gpt", ("keep", "store:int4", "checkpoint:int8"), None),
+        ("bert", ("keep", "checkpoint"), None),
+        ("bert", ("keep", "store:bf16", "checkpoint"), "bf16-amp"),
+        ("cnn", ("keep", "checkpoint"), None),
+        ("cnn", ("keep", "store:int8"), None),
+        ("cnn", ("keep", "checkpoint"), "bf16-amp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "" if value is None else ",".join(value[1:]),
+)
+def test_a_plan_that_is_applied_has_the_predicted_peak_and_undone_the_old_one(kind, options, precision):
+    check_plan(kind, options, precision=precision)
 
 
 def test_a_plan_of_a_gpt_that_stores_and_checkpoints_has_the_predicted_peak(tokens):
@@ -312,10 +334,14 @@ def test_apply_and_undo_change_memory_and_not_gradients(whole, tokens):
         _loss(model(tokens), tokens).backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    plain, state = gradients(), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    real = Measured(model, tokens, lambda output: _loss(output, tokens), optimizer)
+    plain, state, peak = gradients(), list(model.state_dict()), real.peak()
     forwards = [dict(block.__dict__) for block in model.blocks]
     found.apply(model)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    model.zero_grad()
+    assert real.peak() == pytest.approx(found.predicted_peak, rel=0.1) and real.peak() < 0.75 * peak
     assert list(model.state_dict()) == state
     treated = [block for block in model.blocks if "forward" in block.__dict__]
     assert len(treated) == list(found.treatments.values()).count("checkpoint")
@@ -323,6 +349,7 @@ def test_apply_and_undo_change_memory_and_not_gradients(whole, tokens):
         found.apply(model)
     found.undo()
     assert [dict(block.__dict__) for block in model.blocks] == forwards
+    assert real.peak() == pytest.approx(peak, rel=0.01)
     with pytest.raises(RuntimeError, match="not applied"):
         found.undo()
     with pytest.raises(ValueError, match=r"CNN has no module called 'blocks\.2'"):
