@@ -4,11 +4,13 @@ stays equal, results are torch's, and nothing hangs."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import warnings
 
 import pytest
+import test_state
 import torch
 import torch.distributed as dist
 from distributed_workers import Workers
@@ -91,35 +93,35 @@ SCALES = [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0]
 # ---- DistributedDataParallel -------------------------------------------------------------------------------
 
 
-def ddp(rank, group, kind, optimizer, accumulate, options):
+def ddp(rank, group, kind, optimizer, accumulate, options, overflow_in=0):
+    """overflow_in: which of the accumulated micro-batches it is that overflows."""
     model = nn.parallel.DistributedDataParallel(network(), process_group=group, **options)
     scaler = scaler_of(kind)
 
     def backward(step, factor):
         for micro in range(accumulate):
-            loss = model(batch(rank, 10 * step + micro)).square().mean() / accumulate
-            if micro + 1 < accumulate:
-                with model.no_sync():
-                    scaler.scale(loss).backward()
-            else:
-                scaler.scale(loss * factor).backward()
+            with model.no_sync() if micro + 1 < accumulate else contextlib.nullcontext():
+                loss = model(batch(rank, 10 * step + micro)).square().mean() / accumulate
+                scaler.scale(loss * factor if micro == overflow_in else loss).backward()
 
     return train(rank, model, optimizer_of(optimizer, model.parameters()), scaler, backward=backward)
 
 
 @SIZES
 @pytest.mark.parametrize(
-    ("optimizer", "accumulate", "options"),
+    ("optimizer", "accumulate", "options", "overflow_in"),
     [
-        ("sgd", 1, {}),
-        ("adamw-fused", 1, {"static_graph": True}),
-        ("sgd", 1, {"gradient_as_bucket_view": True}),
-        ("adamw-fused", 3, {"gradient_as_bucket_view": True}),
+        ("sgd", 1, {}, 0),
+        ("adamw-fused", 1, {"static_graph": True}, 0),
+        ("sgd", 1, {"gradient_as_bucket_view": True}, 0),
+        ("adamw-fused", 3, {"gradient_as_bucket_view": True}, 0),
+        ("sgd", 3, {}, 1),
+        ("adamw-fused", 3, {"gradient_as_bucket_view": True}, 2),
     ],
-    ids=["plain", "static_graph", "bucket views", "no_sync"],
+    ids=["plain", "static_graph", "bucket views", "no_sync, first", "no_sync, middle", "no_sync, last"],
 )
-def test_ddp(workers, size, optimizer, accumulate, options):
-    case = {"optimizer": optimizer, "accumulate": accumulate, "options": options}
+def test_ddp(workers, size, optimizer, accumulate, options, overflow_in):
+    case = {"optimizer": optimizer, "accumulate": accumulate, "options": options, "overflow_in": overflow_in}
     expected = workers().run(ddp, size, kind="torch", **case)
     results = workers().run(ddp, size, kind="fastamp", **case)
     assert_same(results, expected)
@@ -460,31 +462,45 @@ def test_stored_activations_under_fsdp2(workers, how):
 # ---- states ------------------------------------------------------------------------------------------------
 
 
-def resume(rank, group, kind, state):
-    model = nn.parallel.DistributedDataParallel(network(), process_group=group)
-    scaler = scaler_of(kind)
-    scaler.load_state_dict(state)
-    return (*train(rank, model, optimizer_of("sgd", model.parameters()), scaler, steps=4), scaler.state_dict())
+def job(rank, group, kind, saved, crash_at, fused):
+    """test_state's job on every rank, all with the same batches, so that their mean is what one rank has. Rank 1 alone
+    has a loss that overflows. Returns what it has saved, and its result."""
+
+    def parallel(model):
+        return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+    overflows = test_state.OVERFLOWS if rank == 1 else ()
+    run = test_state.Job(kind, saved=saved, parallel=parallel, overflows=overflows, fused=fused)
+    return run.run(6, crash_at=crash_at), run.result()
 
 
-@pytest.mark.parametrize("kind", ["torch", "fastamp"])
-def test_a_state_of_one_rank_resumes_on_many_and_back(workers, kind):
-    # One rank, two steps into a growth interval of three.
-    alone = scaler_of(kind)
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    for _ in range(2):
-        alone.scale(weight.sum()).backward()
-        alone.step(optimizer)
-        alone.update()
-    results = workers().run(resume, 4, kind="fastamp", state=alone.state_dict())
-    assert_same(results, workers().run(resume, 4, kind="torch", state=alone.state_dict()))
-    states = [state for *_, state in results]
-    # Grows at its first step, halves at the third, and has counted one since.
-    assert states == [states[0]] * 4 and states[0]["scale"] == 1024.0 and states[0]["_growth_tracker"] == 1
-    back = scaler_of(kind)
-    back.load_state_dict(states[0])
-    assert back.state_dict() == states[0]
+def job_on(workers, ranks, kind, saved, crash_at, fused):
+    case = {"kind": kind, "saved": saved, "crash_at": crash_at, "fused": fused}
+    if ranks > 1:
+        results = workers().run(job, ranks, **case)
+        for _, result in results:
+            assert_same(result, results[0][1])
+        return results[-1]
+    alone = test_state.Job(kind, saved=saved, fused=fused)
+    return alone.run(6, crash_at=crash_at), alone.result()
+
+
+@pytest.mark.parametrize(("step", "fused"), [(1, True), (3, False)], ids=["at an overflow, fused", "at a growth"])
+@pytest.mark.parametrize("point", test_state.POINTS)
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 2)], ids="{} then".format)
+def test_a_crash_resumes_on_another_number_of_ranks(workers, before, after, step, point, fused):
+    def train(before, after, first, second):
+        saved, _ = job_on(workers, before, first, saved=None, crash_at=(step, point), fused=fused)
+        return job_on(workers, after, second, saved=saved, crash_at=None, fused=fused)[1]
+
+    # As one rank with torch's scaler does from such a crash, which it is not if the crash lost an update.
+    expected = train(1, 1, "torch", "torch")
+    _, uninterrupted = job_on(workers, 1, "torch", saved=None, crash_at=None, fused=fused)
+    assert (expected[1] == uninterrupted[1]) == (point != "step")
+    if point != "step":
+        assert_same(expected, uninterrupted)
+    for first, second in itertools.product(test_state.KINDS, test_state.KINDS):
+        assert_same(train(before, after, first, second), expected)
 
 
 # ---- a rank that dies --------------------------------------------------------------------------------------
