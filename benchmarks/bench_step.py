@@ -1,7 +1,8 @@
 """A whole training step: python benchmarks/bench_step.py
 
 Forward, backward, unscaling, clipping, optimizer step and update of the scale for a small CNN, a BERT-style classifier
-and a GPT, with torch's scaler and clip, and with fastamp's. The share of the scaler and the clip shrinks as the model
+and a GPT, with torch's scaler and clip, and with fastamp's, for torch's optimizers in each implementation: torch's own
+choice (a loop on a CPU, foreach on a GPU), foreach and fused. The share of the scaler and the clip shrinks as the model
 grows: these are small. On a GPU the models run under float16 autocast; on a CPU in float32, since half precision is
 emulated there.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +27,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastamp
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
-}
+# Not among them: LBFGS needs a closure, SparseAdam sparse gradients, Muon matrices alone.
+USUAL = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Adafactor")
+SETTINGS = {"SGD": {"lr": 1e-3, "momentum": 0.9}}
+
+
+def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
+    found: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    for name in USUAL:
+        make = functools.partial(getattr(torch.optim, name), **SETTINGS.get(name, {"lr": 1e-4}))
+        found[name] = make
+        for implementation in ("foreach", "fused"):
+            if implementation in inspect.signature(make.func).parameters:
+                found[f"{name} {implementation}"] = functools.partial(make, **{implementation: True})
+    return found
+
+
+OPTIMIZERS = optimizers()
 
 
 def models(device: str) -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]]:
@@ -96,7 +109,7 @@ class Loop:
 
 def case(options: Any, model: str, make: Any, optimizer: str) -> dict[str, Any]:
     loops = {kind: Loop(kind, make, OPTIMIZERS[optimizer], options.device) for kind in ("torch", "fastamp")}
-    rounds: dict[str, Any] = dict(rounds=2, min_seconds=0.0) if options.quick else dict(rounds=11, min_seconds=1.0)
+    rounds: dict[str, Any] = dict(rounds=2 if options.quick else 31, min_seconds=0.0)
     timing = time_interleaved(loops, device=options.device, **rounds)
     after = time_interleaved(
         {kind: loop.update for kind, loop in loops.items()},
@@ -106,6 +119,8 @@ def case(options: Any, model: str, make: Any, optimizer: str) -> dict[str, Any]:
     )
     return {
         "case": f"{model}, {len(loops['torch'].parameters)} tensors, {optimizer}",
+        "model": model,
+        "optimizer": optimizer,
         "timing": timing,
         "after backward": after,
         "ratios": {
@@ -116,32 +131,39 @@ def case(options: Any, model: str, make: Any, optimizer: str) -> dict[str, Any]:
     }
 
 
-COLUMNS = ["model, optimizer", "step, torch", "step, fastamp", "ratio", "after backward", "operators", "syncs"]
-
-
-def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    found = []
-    for result in results:
-        step = [f"{result['timing'][kind]['median'] / 1000:.1f} ms" for kind in ("torch", "fastamp")]
-        ratios = [f"{value:.2f}x" for value in result["ratios"].values()]
-        counts = [
-            f"{result['counts']['torch'][what]} to {result['counts']['fastamp'][what]}"
-            for what in ("operators", "syncs")
-        ]
-        found.append([result["case"], *step, *ratios, *counts])
-    return found
+def table(results: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """A row for each optimizer; columns for each model, and the counts of the last."""
+    cases = {(result["model"], result["optimizer"]): result for result in results}
+    columns, rows = ["optimizer"], []
+    kinds = list(dict.fromkeys(result["model"] for result in results))
+    for model in kinds:
+        columns += [f"{model}: a step", f"{model}: what follows backward"]
+    columns += [f"{kinds[-1]}: operators", "syncs"]
+    for optimizer in dict.fromkeys(result["optimizer"] for result in results):
+        row = [optimizer]
+        for model in kinds:
+            result = cases[model, optimizer]
+            for timing, ratio_ in zip(
+                (result["timing"], result["after backward"]), result["ratios"].values(), strict=True
+            ):
+                before, after = (timing[kind]["median"] / 1000 for kind in ("torch", "fastamp"))
+                row.append(f"{before:.1f} to {after:.1f} ms, {ratio_:.2f}x")
+        counts = cases[kinds[-1], optimizer]["counts"]
+        row += [f"{counts['torch'][what]} to {counts['fastamp'][what]}" for what in ("operators", "syncs")]
+        rows.append(row)
+    return {"columns": columns, "rows": rows}
 
 
 def main() -> int:
     options = arguments("step", __doc__, devices=("cpu", "cuda"))
-    optimizers = list(OPTIMIZERS)[-1:] if options.quick else list(OPTIMIZERS)
+    chosen = ["AdamW fused"] if options.quick else OPTIMIZERS
     cases = [
         functools.partial(case, options, model, make, optimizer)
         for model, make in models(options.device).items()
-        for optimizer in optimizers
+        for optimizer in chosen
     ]
     results = list(progress(cases))
-    return report("step", results, options, {"columns": COLUMNS, "rows": rows(results)})
+    return report("step", results, options, table(results))
 
 
 if __name__ == "__main__":

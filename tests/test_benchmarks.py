@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -136,3 +137,28 @@ def test_plots_are_of_the_committed_results():
         [sys.executable, "benchmarks/make_plots.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_sizes_up_to_the_memorys_end(module):
+    sizes = module("bench_sizes").sizes
+    assert sizes(2**20) == [2**10, 2**12, 2**14, 2**16, 2**18, 2**20]
+    assert sizes(2**30 + 5)[-2:] == [2**28, 2**30]
+    assert sizes(2**31 + 5)[-2:] == [2**30, 2**31]
+    assert sizes(3 * 2**32)[-2:] == [2**32, 3 * 2**32]
+
+
+def test_steps_with_each_of_torchs_usual_optimizers(module):
+    bench = module("bench_step")
+    assert {"SGD", "Adam", "AdamW fused", "Adagrad fused", "Adafactor foreach", "NAdam"} <= set(bench.OPTIMIZERS)
+    made = [make([torch.nn.Parameter(torch.zeros(3))]) for make in bench.OPTIMIZERS.values()]
+    assert {type(optimizer).__name__ for optimizer in made} == set(bench.USUAL)
+    times = {kind: {"median": 2000.0} for kind in ("torch", "fastamp")}
+    counts = {kind: {"operators": 5, "syncs": 1} for kind in times}
+    results = [
+        {"model": model, "optimizer": "SGD", "timing": times, "after backward": times, "counts": counts,
+         "ratios": {"against torch": 1.0, "after backward, against torch": 1.0}}
+        for model in ("CNN", "GPT-style")
+    ]  # fmt: skip
+    found = bench.table(results)
+    assert found["rows"] == [["SGD", *["2.0 to 2.0 ms, 1.00x"] * 4, "5 to 5", "1 to 1"]]
+    assert len(found["columns"]) == len(found["rows"][0])
