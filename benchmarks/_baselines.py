@@ -129,14 +129,18 @@ LIBRARIES: dict[str, Callable[[str], Baseline | str]] = {
 
 
 def available(device: str) -> tuple[dict[str, Baseline], dict[str, str]]:
-    """Those that work here, each compared with torch first, and what became of every one: its version, or why not."""
+    """Those that work here and agree with torch, and what became of every one: its version, or why it is not run."""
     found, outcome = {}, {}
     for name, library in LIBRARIES.items():
         baseline = library(device)
         if isinstance(baseline, str):
             outcome[name] = f"not run: {baseline}"
             continue
-        compare_with_torch(name, baseline, device)
+        try:
+            compare_with_torch(name, baseline, device)
+        except Exception as error:
+            outcome[name] = f"not run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            continue
         found[name], outcome[name] = baseline, baseline.version
     return found, outcome
 

@@ -15,10 +15,12 @@ import functools
 import gc
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from _baselines import Baseline, available
 from _gpt import GPT, batch, call, in_turn, text
 from _harness import arguments, machine, summary, write
 from _loop import ScalerLoop
@@ -92,7 +94,7 @@ def multi_tensor_clip(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor,
 # ---- cases: (name, bytes moved at least, ways)
 
 
-def unscale_cases(device: str, elements: int) -> list[tuple[str, int, Ways]]:
+def unscale_cases(device: str, elements: int, peers: dict[str, Baseline]) -> list[tuple[str, int, Ways]]:
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for count in (16, 512):
@@ -107,6 +109,9 @@ def unscale_cases(device: str, elements: int) -> list[tuple[str, int, Ways]]:
                 "foreach_mul and isfinite": functools.partial(mul_and_isfinite, grads, found_inf, inv_scale),
                 "fastamp": functools.partial(ops.unscale_, grads, found_inf, inv_scale),
             }
+            holders = [SimpleNamespace(grad=grad) for grad in grads]
+            for peer, baseline in peers.items():
+                ways[peer] = functools.partial(baseline.unscale, holders, 1 / NEAR_ONE)
             found.append((f"unscale_, {size}", 2 * nbytes, ways))
             ways = {
                 "isfinite": lambda grads=grads: [torch.isfinite(grad).all() for grad in grads],
@@ -116,7 +121,7 @@ def unscale_cases(device: str, elements: int) -> list[tuple[str, int, Ways]]:
     return found
 
 
-def clip_cases(device: str, elements: int) -> list[tuple[str, int, Ways]]:
+def clip_cases(device: str, elements: int, peers: dict[str, Baseline]) -> list[tuple[str, int, Ways]]:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         for active in (False, True):
@@ -141,6 +146,8 @@ def clip_cases(device: str, elements: int) -> list[tuple[str, int, Ways]]:
                 "multi-tensor passes": functools.partial(multi_tensor_clip, grads, found_inf, inv_scale, max_norm),
                 "fastamp": ours,
             }
+            for peer, baseline in peers.items():
+                ways[peer] = functools.partial(baseline.unscale_and_clip, parameters, 1 / NEAR_ONE, max_norm)
             nbytes = sum(grad.nbytes for grad in grads)
             name = f"unscale, norm, {'active' if active else 'inactive'} clip, {name_of(dtype)}, {nbytes >> 20} MiB"
             found.append((name, (4 if active else 2) * nbytes, ways))
@@ -270,10 +277,15 @@ def main() -> None:
     rounds, seconds = (2, 0.0) if quick else (20, 0.25)
     results: list[dict[str, Any]] = []
     print(f"{'case':62} {'way':26} {'device us':>11} {'host us':>10} {'GB/s':>7}")
-    makes = [
-        functools.partial(make, device, elements) for make in (copy_case, unscale_cases, clip_cases, storage_cases)
-    ]
-    for make in (*makes, functools.partial(scaler_cases, device)):
+    peers, outcome = available(device)
+    makes = (
+        functools.partial(copy_case, device, elements),
+        functools.partial(unscale_cases, device, elements, peers),
+        functools.partial(clip_cases, device, elements, peers),
+        functools.partial(storage_cases, device, elements),
+        functools.partial(scaler_cases, device),
+    )
+    for make in makes:
         for name, nbytes, ways in make():
             timing = take_turns(ways, device, rounds, seconds)
             results.append({"case": name, "bytes": nbytes, "timing": timing})
@@ -288,8 +300,10 @@ def main() -> None:
         times = numbers["us"].get("device", numbers["us"]["host"])["median"]
         memory = "".join(f", {what} {numbers[what] >> 20} MiB" for what in ("held", "peak") if what in numbers)
         print(f"training step, {way}: {times:.0f} us{memory}", flush=True)
-    content = {"benchmark": "gpu", "machine": machine(device), "unit": "us", "results": results, "training": steps}
-    write(content, options.json)
+    for library, what in outcome.items():
+        print(f"{library}: {what}")
+    content = {"benchmark": "gpu", "machine": machine(device), "unit": "us", "baselines": outcome}
+    write({**content, "results": results, "training": steps}, options.json)
     print(f"{len(results)} cases and {len(steps)} training steps")
 
 

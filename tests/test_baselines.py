@@ -92,6 +92,12 @@ def test_a_baseline_that_computes_something_else_is_refused(baselines, multi_ten
             baselines.compare_with_torch(name, getattr(baselines, name)("cuda"), "cpu")
 
 
+def test_one_that_disagrees_is_left_out(baselines, fake_deepspeed, monkeypatch):
+    monkeypatch.setattr(CheckOverflow, "has_overflow", lambda self, params: False)
+    found, outcome = baselines.available("cpu")
+    assert found == {} and outcome["DeepSpeed"] == "not run: DeepSpeed does not find inf"
+
+
 def test_kernels_that_an_older_build_lacks(baselines, install):
     install("apex.multi_tensor_apply", multi_tensor_applier=applier)
     install("amp_C", multi_tensor_scale=multi_tensor_scale)
