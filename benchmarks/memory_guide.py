@@ -28,6 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "memory_guide.json"
 PAGE = ROOT / "docs" / "memory-guide.md"
 PICTURE = ROOT / "docs" / "memory-guide.png"
 BUDGET = "8 GiB"
+HEADS = 12
+SHARERS = 4  # devices that share a layer: 12 heads do not divide by 8
 MARGIN = 0.1  # of the budget, for what is no tensor
 
 
@@ -35,7 +37,7 @@ class Classifier(nn.Module):
     """A BERT-style classifier in plain torch: 12 layers, width 768, 12 heads are BERT base."""
 
     def __init__(
-        self, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522, length: int = 512
+        self, layers: int = 12, width: int = 768, heads: int = HEADS, vocabulary: int = 30522, length: int = 512
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
@@ -56,6 +58,46 @@ class Classifier(nn.Module):
         return self.classify(x[:, 0])
 
 
+class LayerShare(nn.Module):
+    """One device's share of an encoder layer under tensor parallelism, and what flows through it there.
+
+    Attention heads and the inner width are divided, as `torch.distributed.tensor.parallel` does with column-wise and
+    then row-wise linear layers; norms, dropouts and the residual stream are whole on each device. The two sums over
+    devices work in place and keep nothing.
+    """
+
+    def __init__(self, width: int, heads: int, devices: int) -> None:
+        super().__init__()
+        if heads % devices:
+            raise ValueError(f"devices must divide the {heads} heads, got {devices}")
+        self.heads = heads // devices
+        self.qkv = nn.Linear(width, 3 * width // devices)
+        self.out = nn.Linear(width // devices, width)
+        self.up, self.down = nn.Linear(width, 4 * width // devices), nn.Linear(4 * width // devices, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.drop, self.drop1, self.drop2 = nn.Dropout(0.1), nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = self.norm1(x + self.drop1(self.out(y.transpose(1, 2).reshape(batch, time, -1))))
+        return self.norm2(x + self.drop2(self.down(self.drop(F.gelu(self.up(x))))))
+
+
+def tensor_parallel(layers: int, batch: int, length: int, devices: int) -> MemoryReport:
+    """The step of one of `devices` that share each layer; embeddings and the classifier are whole on each."""
+    model, tokens, labels = case(layers, batch, length)
+    width = model.token.embedding_dim
+    with torch.device("meta"):
+        model.layers = nn.ModuleList(LayerShare(width, HEADS, devices) for _ in range(layers))
+    return estimate(model, tokens, device="cuda", loss=F.cross_entropy, targets=labels)
+
+
+def shared_layers(layers: int, batch: int, length: int) -> dict[str, Any]:
+    return {str(n): _numbers(tensor_parallel(layers, batch, length, n)) for n in (1, SHARERS)}
+
+
 def case(layers: int, batch: int, length: int) -> tuple[nn.Module, Tensor, Tensor]:
     """The model and a batch without memory of their own."""
     with torch.device("meta"):
@@ -63,7 +105,7 @@ def case(layers: int, batch: int, length: int) -> tuple[nn.Module, Tensor, Tenso
         return model, torch.empty(batch, length, dtype=torch.long), torch.empty(batch, dtype=torch.long)
 
 
-def steps(layers: int, batch: int, length: int, budget: str) -> dict[str, Any]:
+def steps(layers: int, batch: int, length: int, budget: str, picture: bool) -> dict[str, Any]:
     """Each step of the guide, in the order that it is taken."""
     model, tokens, labels = case(layers, batch, length)
 
@@ -93,7 +135,8 @@ def steps(layers: int, batch: int, length: int, budget: str) -> dict[str, Any]:
     model.classify.requires_grad_(True)
     rows["only the classifier trained"] = at(batch, mode="finetune")
     model.requires_grad_(True)
-    rows["as it is"].plot(PICTURE)
+    if picture:
+        rows["as it is"].plot(PICTURE)
     return {
         "layers": layers,
         "batch": batch,
@@ -103,6 +146,7 @@ def steps(layers: int, batch: int, length: int, budget: str) -> dict[str, Any]:
         "rows": {name: _numbers(report) for name, report in rows.items()},
         "table": str(rows["as it is"]),
         "plan": planned(layers, batch, length, budget),
+        "tensor_parallel": shared_layers(layers, batch, length),
     }
 
 
@@ -153,7 +197,7 @@ def verified(layers: int, width: int, batch: int, length: int) -> dict[str, Any]
     planner = Planner(model, tokens, loss=F.cross_entropy, targets=labels, micro_batches=False)
     whole = planner.plan("1TB").keep_peak
     rows = []
-    for share in (1.0, 0.8, 0.6, 0.45):
+    for share in (1.0, 0.8, 0.6, 0.45) if layers > 2 else (1.0, 0.8):
         found = planner.plan(int(share * whole))
         run = found.verify(repeats=5)
         rows.append(
@@ -224,6 +268,8 @@ def tables(content: dict[str, Any]) -> dict[str, str]:
         f"{format_bytes(start['peak'] + start['whole']['gradients'])} |",
         f"| optimizer states sharded (ZeroRedundancyOptimizer) | {format_bytes(sharded)} |",
         f"| parameters and states sharded (FSDP) | {format_bytes(fully)} |",
+        f"| layers split over {SHARERS} of them (tensor parallel) | "
+        f"{format_bytes(main['tensor_parallel'][str(SHARERS)]['peak'])} |",
     ]
     return {
         "start": "```\n" + main["table"] + "\n```",
@@ -255,7 +301,9 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a model of two layers, to try the script; writes nothing")
     parser.add_argument("--check", action="store_true", help="only compare the page with the JSON")
     parser.add_argument(
-        "--only", choices=["case", "plan", "verified", "page"], help="make one part anew, keep the others"
+        "--only",
+        choices=["case", "plan", "tensor-parallel", "verified", "page"],
+        help="make one part anew, keep the others",
     )
     options = parser.parse_args()
     if options.check:
@@ -265,9 +313,14 @@ def main() -> int:
     content = {} if options.small or not options.only else json.loads(RESULTS.read_text())
     size = {"layers": 2, "batch": 8, "length": 64} if options.small else {"layers": 12, "batch": 32, "length": 512}
     if options.only in (None, "case"):
-        content["case"] = {**steps(**size, budget=BUDGET), "budget_bytes": parse_bytes(BUDGET)}
+        content["case"] = {
+            **steps(**size, budget=BUDGET, picture=not options.small),
+            "budget_bytes": parse_bytes(BUDGET),
+        }
     if options.only == "plan":
         content["case"]["plan"] = planned(**size, budget=BUDGET)
+    if options.only == "tensor-parallel":
+        content["case"]["tensor_parallel"] = shared_layers(**size)
     if options.only in (None, "verified"):
         content["machine"] = f"torch {torch.__version__}, one thread of a {platform.machine()} CPU"
         content["verified"] = verified(2 if options.small else 6, 128, 4 if options.small else 16, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -26,8 +27,9 @@ def content() -> dict:
 def test_tables_are_those_of_the_results(content):
     page = guide.PAGE.read_text()
     assert guide.page_with(content, page) == page
-    content["case"]["rows"]["as it is"]["peak"] += 1 << 30
-    assert guide.page_with(content, page) != page
+    other = copy.deepcopy(content)
+    other["case"]["rows"]["as it is"]["peak"] += 1 << 30
+    assert guide.page_with(other, page) != page
     assert f"({guide.PICTURE.name})" in page and guide.PICTURE.stat().st_size > 10_000
 
 
@@ -53,6 +55,22 @@ def test_the_case_does_not_fit_and_the_plan_does(content):
         slower, predicted = (row[which] / plain[which] for which in ("seconds", "predicted_seconds"))
         assert predicted == pytest.approx(slower, rel=0.15)
         assert row["peak"] == pytest.approx(row["predicted_peak"], rel=0.1) and row["peak"] <= row["budget"] * 1.01
+
+
+def test_tensor_parallelism_is_estimated_on_a_share_of_each_layer(content):
+    case, shares = content["case"], content["case"]["tensor_parallel"]
+    size = [case[name] for name in ("layers", "batch", "length")]
+    share = guide.tensor_parallel(*size, guide.SHARERS)
+    row = shares[str(guide.SHARERS)]
+    assert share.peak.bytes == pytest.approx(row["peak"], rel=0.1)
+    # The layer that is not shared is that of the case, and a share has that much less in each layer.
+    whole = shares["1"]
+    assert whole["whole"]["parameters"] == case["rows"]["as it is"]["whole"]["parameters"]
+    assert whole["peak"] == pytest.approx(case["rows"]["as it is"]["peak"], rel=0.1)
+    layers = guide.case(*size)[0].layers
+    divided = sum(p.nbytes for name, p in layers.named_parameters() if "norm" not in name) * (1 - 1 / guide.SHARERS)
+    assert whole["whole"]["parameters"] - row["whole"]["parameters"] == pytest.approx(divided, rel=0.01)
+    assert row["whole"]["activations"] < 0.7 * whole["whole"]["activations"]
 
 
 def test_a_row_is_what_estimate_gives(content):
