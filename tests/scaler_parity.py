@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def _unscales_itself(name: str) -> bool:
     """Which fused optimizers do is a matter of torch's version."""
     return getattr(OPTIMIZERS[name]([torch.zeros(1)]), "_step_supports_amp_scaling", False)
+
+
+def skip_if_torch_refuses(fused: Callable[[Any], torch.optim.Optimizer], device: str) -> None:
+    """Some versions have a fused optimizer for the CPU alone, and say so at its first step."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        fused([parameter]).step()
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
 
 
 FUSED = [name for name in OPTIMIZERS if name.endswith("fused") and _unscales_itself(name)]
