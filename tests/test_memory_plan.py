@@ -458,6 +458,12 @@ def test_bad_arguments_are_named(kind, arguments, message):
         plan(nn.Linear(2, 2), torch.randn(1, 2), call.pop("budget"), **call)
 
 
+def test_a_plan_for_another_device_cannot_be_verified(tokens):
+    found = plan(Stack(), tokens, "1GB", device="cuda")
+    with pytest.raises(ValueError, match="verify runs the step where the model is, on cpu, and the plan is for cuda"):
+        found.verify()
+
+
 def test_a_plan_of_a_meta_model_cannot_be_verified():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -143,6 +143,7 @@ class Plan:
 
         Raises:
             NotTraceable: the model has no real parameters.
+            ValueError: the plan is for another device than the model's.
         """
         setting: Setting = self._setting
         report, seconds = _run_for_real(setting, self, repeats)
@@ -500,8 +501,12 @@ def _report(setting: Setting, treatments: dict[str, str], for_real: bool) -> Mem
 
 def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
     """A planned step for real, on a copy of the model: its record, and the median of unrecorded times."""
-    real, watch = RealStep(setting, plan.treatments, "verify"), Stopwatch(setting.device_type)
-    seconds = []
+    real, watch, seconds = RealStep(setting, plan.treatments, "verify"), Stopwatch(setting.device_type), []
+    if real.step.device_type != setting.device_type:
+        raise ValueError(
+            f"verify runs the step where the model is, on {real.step.device_type}, and the plan is for "
+            f"{setting.device_type}: plan with device={real.step.device_type!r}, or a model that is there"
+        )
     for _ in range(repeats + 1):
         began = watch.now()
         real.train(plan.accumulation)
