@@ -263,11 +263,12 @@ class GradScaler(torch.amp.GradScaler):
         profiling.updated(self)
 
     def _update_scale(self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor]) -> None:
-        if not has_kernels(scale.device):
+        device = scale.device
+        if not has_kernels(device):
             torch._amp_update_scale_(
                 scale,
                 growth_tracker,
-                _combine(found_infs, scale.device),
+                _combine(found_infs, device),
                 self._growth_factor,
                 self._backoff_factor,
                 self._growth_interval,
@@ -276,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
         _gradients.update_scale_(
             scale,
             growth_tracker,
-            [_move(found_inf, scale.device) for found_inf in found_infs],
+            [_move(found_inf, device) for found_inf in found_infs],
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval if 0 < self._growth_interval < _NEVER else _NEVER,

@@ -23,24 +23,28 @@ class Chunks {
   static constexpr int64_t kMinElements = 1 << 15;
 
   explicit Chunks(const TensorSpan& span) : span_(span) {
-    begin_.reserve(span.num_dense + 1);
     int64_t total = 0;
-    for (int64_t t = 0; t < span.num_dense; ++t) {
-      begin_.push_back(total);
-      total += span.dense[t].numel;
-    }
-    begin_.push_back(total);
+    for (int64_t t = 0; t < span.num_dense; ++t) total += span.dense[t].numel;
     elements_ = std::max(kMinElements, (total + kMaxNormBlocks - 1) / kMaxNormBlocks);
     count_ = (total + elements_ - 1) / elements_;
+    if (count_ <= 1) return;
+    begin_.reserve(span.num_dense + 1);
+    begin_.push_back(0);
+    for (int64_t t = 0; t < span.num_dense; ++t) begin_.push_back(begin_.back() + span.dense[t].numel);
   }
 
   int64_t count() const { return count_; }
-  int64_t first_chunk(int64_t tensor) const { return begin_[tensor] / elements_; }
-  int64_t last_chunk(int64_t tensor) const { return (begin_[tensor + 1] - 1) / elements_; }
+  int64_t first_chunk(int64_t tensor) const { return count_ <= 1 ? 0 : begin_[tensor] / elements_; }
+  int64_t last_chunk(int64_t tensor) const { return count_ <= 1 ? 0 : (begin_[tensor + 1] - 1) / elements_; }
 
   // fn(tensor, begin, end, chunk) for each segment of all chunks, on torch's threads.
   template <class Fn>
   void for_each_segment(const Fn& fn) const {
+    if (count_ <= 1) {
+      for (int64_t t = 0; t < span_.num_dense; ++t)
+        if (span_.dense[t].numel) fn(t, 0, span_.dense[t].numel, 0);
+      return;
+    }
     auto run = [&](int64_t chunk_begin, int64_t chunk_end) {
       int64_t tensor = std::upper_bound(begin_.begin(), begin_.end(), chunk_begin * elements_) - begin_.begin() - 1;
       for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
@@ -53,16 +57,12 @@ class Chunks {
         }
       }
     };
-    if (count_ <= 1) {
-      run(0, count_);
-    } else {
-      parallel_for(0, count_, 1, run);
-    }
+    parallel_for(0, count_, 1, run);
   }
 
  private:
   const TensorSpan& span_;
-  std::vector<int64_t> begin_;  // each tensor's first element in the long array, and the end
+  std::vector<int64_t> begin_;  // each tensor's first element in the long array, and the end; empty for one chunk
   int64_t elements_ = 0, count_ = 0;
 };
 
