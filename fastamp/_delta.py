@@ -94,7 +94,7 @@ class KeptInChain:
         self._check()
         with profiling.span("unpack"):
             values = self._link.decode(self._shape.numel(), self._dtype)
-        return _storage.from_memory_order(values, self._shape, self._stride).requires_grad_(self._requires_grad)
+        return _storage.restore(_storage.from_memory_order(values, self._shape, self._stride), self._requires_grad)
 
 
 class DeltaChain:

@@ -223,6 +223,24 @@ def check_storage(storage: str | Policy) -> None:
         )
 
 
+# What a recomputation is given in place of activations. They are leaves, and what is kept of them inside (a checkpoint
+# in a checkpoint) has to be what was kept of the activations themselves.
+_restored: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def restore(values: Tensor, requires_grad: bool) -> Tensor:
+    """`values`, just decoded, as the tensor that was kept."""
+    if requires_grad:
+        values.requires_grad_()
+        _restored[values] = None
+    return values
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether no operator made the tensor, nor the one that it stands for."""
+    return tensor.is_leaf and not (_restored and tensor in _restored)
+
+
 def is_activation(tensor: Tensor, min_bytes: int = MIN_BYTES) -> bool:
     """Whether a tensor may be kept inexactly: a plain floating-point tensor of some size that is no leaf.
 
@@ -233,7 +251,7 @@ def is_activation(tensor: Tensor, min_bytes: int = MIN_BYTES) -> bool:
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
-        and not tensor.is_leaf
+        and not is_leaf(tensor)
         and tensor.nbytes >= min_bytes
     )
 
@@ -340,7 +358,7 @@ class Kept:
         offloaded = isinstance(self._parts, _offload.HostCopy)
         parts = self._parts.unpack_all() if offloaded else tuple(part.unpack() for part in self._parts)
         packed = self._packed._replace(tensors=parts)
-        return self._codec.unpack(packed).requires_grad_(self._requires_grad)
+        return restore(self._codec.unpack(packed), self._requires_grad)
 
 
 def hooks_are_active() -> bool:

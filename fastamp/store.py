@@ -31,6 +31,7 @@ from fastamp.storage import (
     Policy,
     check_storage,
     codec_for,
+    is_leaf,
 )
 
 __all__ = ["StorageStats", "store_activations"]
@@ -485,7 +486,7 @@ class _Region:
             self.stats._add("kept", 0, 0)  # what a subclass holds, only it knows
             return _AsIs(tensor, None)
         root = tensor if tensor._base is None else tensor._base
-        if root.is_leaf and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
+        if is_leaf(root) and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
             self.stats._add("parameters", tensor.nbytes, tensor.nbytes)
             return _AsIs(tensor, None)
         memory = tensor.untyped_storage()
@@ -520,7 +521,7 @@ class _Region:
         as_is = _WHOLE if moves else None
         if memory._cdata in self._never or any(predicate(tensor) for predicate in self._predicates):
             return as_is
-        if tensor.is_leaf:
+        if is_leaf(tensor):
             # An operator may save a tensor of noise that it fills only afterwards (RReLU); one that has been
             # written since it was made holds what it holds. On other devices dropout keeps a bool mask, and
             # asking about the constant would wait for the device.
@@ -531,7 +532,7 @@ class _Region:
         codec = codec_for(tensor, self._format, lambda: Context(_made_by(tensor)), self._min_bytes)
         if codec.name != "exact":
             return codec
-        return None if tensor.is_leaf else as_is
+        return None if is_leaf(tensor) else as_is
 
     def _pack_coded(
         self, tensor: Tensor, root: Tensor, memory: torch.UntypedStorage, storage: _Storage, known: bool, codec: Codec

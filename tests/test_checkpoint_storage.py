@@ -13,6 +13,7 @@ from torch import nn
 from fastamp import _delta
 from fastamp import storage as fastamp_storage
 from fastamp.checkpointing import checkpoint, checkpoint_sequential, checkpoint_stack
+from fastamp.store import store_activations
 
 FORMATS = ["bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 # Largest error of a value in [-1, 1] whose block's largest magnitude is at most 1.
@@ -321,6 +322,47 @@ def test_composes(outer, name):
     assert_same(ours, alone)
     if outer == "hooks":
         assert torch.int8 in hooks.dtypes
+
+
+def one_by_one(wrapped, blocks, x):
+    for block in blocks:
+        x = wrapped(block, x)
+    return x
+
+
+def in_a_region(format, blocks, x):
+    with store_activations(format, min_bytes=0):
+        for block in blocks:
+            x = block(x)
+    return x
+
+
+INSIDE = {
+    **{
+        name: functools.partial(one_by_one, functools.partial(checkpoint, storage=name)) for name in ("exact", *FORMATS)
+    },
+    "torch": functools.partial(one_by_one, functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)),
+    "delta-int8": functools.partial(checkpoint_stack, storage="delta-int8"),
+    "region exact": functools.partial(in_a_region, "exact"),
+    "region int8": functools.partial(in_a_region, "int8"),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("name", ["exact", "bf16", "int8", "delta-int8"])
+def test_a_recomputation_keeps_what_the_forward_kept(name, inside):
+    """Inputs that are decoded for it are leaves, and coded again where the forward's were."""
+    blocks = nn.ModuleList(Block(WIDTH, dropout=0.0) for _ in range(4))
+    halves = [functools.partial(INSIDE[inside], blocks[:2]), functools.partial(INSIDE[inside], blocks[2:])]
+    x = activation()
+    out = checkpoint_stack(halves, x, storage=name)
+    plain = nn.Sequential(*blocks)
+    assert torch.equal(out, plain(x))
+    inputs = [x, *blocks.parameters()]
+    ours = torch.autograd.grad(out.square().sum(), inputs)
+    exact = torch.autograd.grad(plain(x).square().sum(), inputs)
+    formats = [each.removeprefix("delta-").removeprefix("region ") for each in (name, inside)]
+    assert relative_error(ours, exact) <= 8 * sum(STEP.get(each, 0.0) for each in formats)
 
 
 @pytest.mark.slow
