@@ -38,6 +38,8 @@ FASTAMP_HD bool is_finite_bits(uint32_t abs_bits) { return abs_bits < kInfinityB
 //   kMarkedTop  the largest in a block that holds non-finite values, where kInf (and -kInf) and kNaN are the values of
 //               the codes that stand for those. They lie above kMarkedTop in magnitude and are exact codes, so that
 //               encode() needs to know nothing of them.
+//   nearest()   encode(), and a quarter where an integer format has it; ordinary() puts the quarter in place of its
+//               code's value
 
 template <int kLargest>
 struct IntegerCodec {
@@ -45,6 +47,13 @@ struct IntegerCodec {
 
   // 1.5 * 2^23: the sum's unit is 1, so it is y rounded to nearest even, in two's complement in the low bits.
   static FASTAMP_HD uint32_t encode(float y) { return float_bits(y + 12582912.0f); }
+
+  // By the bits, which compare as positive floats do: 0 < y <= 1/2.
+  static FASTAMP_HD uint32_t nearest(float y, bool marked) {
+    const bool quarter = float_bits(y) - 1u < 0x3f000000u && !marked;
+    return quarter ? static_cast<uint32_t>(-(kLargest + 1)) : encode(y);
+  }
+  static FASTAMP_HD float ordinary(float v) { return v < -kTop ? 0.25f : v; }
 
   // floor(y + u) for u = (draw + 1/2) / 2^16. An integer y stays itself for every draw.
   static FASTAMP_HD uint32_t encode_stochastic(float y, uint32_t draw) {
@@ -69,6 +78,9 @@ struct Fp8Codec {
     const uint32_t normal = (abs + ((1u << (kDropped - 1)) - 1) + ((abs >> kDropped) & 1)) >> kDropped;
     return (abs < kMinNormalBits ? subnormal - kSubnormalMagicBits : normal - kRebias) | (bits >> 24 & 0x80u);
   }
+
+  static FASTAMP_HD uint32_t nearest(float y, bool) { return encode(y); }
+  static FASTAMP_HD float ordinary(float v) { return v; }
 
   // Adds (draw + 1/2) / 2^16 of the unit at |y| and cuts off. A code's own value stays itself for every draw.
   static FASTAMP_HD uint32_t encode_stochastic(float y, uint32_t draw) {

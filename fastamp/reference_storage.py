@@ -26,7 +26,8 @@ __all__ = [
 @dataclass(frozen=True)
 class Format:
     """`top` is the largest value a code can have, `marked_top` the largest in a block with non-finite values, where
-    `inf`, -`inf` and `nan` are the codes of those."""
+    `inf`, -`inf` and `nan` are the codes of those. In other blocks an integer format's `nan` is the code of 1/4, which
+    positive values become that round to 0."""
 
     payload: torch.dtype
     top: float
@@ -137,6 +138,8 @@ def quantize_blockwise(
         codes = _round_stochastic(torch.minimum(torch.maximum(y, -bounds), bounds), f, fraction)
     else:
         codes = _round(y, f)
+        if not f.mantissa:
+            codes = torch.where((y > 0) & (codes == 0) & ~marked[:, None], f.nan, codes)
     codes = torch.where(v == math.inf, f.inf, codes)
     codes = torch.where(v == -math.inf, f.minus_inf, codes)
     codes = torch.where(v.isnan(), f.nan, codes).to(torch.uint8)
@@ -191,6 +194,8 @@ def dequantize_blockwise(
         value = payload.float()
     scale = scales.repeat_interleave(block_size)[:numel]
     marked = scale.signbit()
+    if not f.mantissa:
+        value = torch.where((codes == f.nan) & ~marked, 0.25, value)
     out = value * scale.abs()
     out = torch.where(marked & (codes == f.inf), math.inf, out)
     out = torch.where(marked & (codes == f.minus_inf), -math.inf, out)

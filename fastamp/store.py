@@ -72,9 +72,10 @@ def store_activations(
 
     Kept as they are, whatever the format: parameters and other leaves, views and autocast copies of
     parameters; integers, complex and float64 values (float64 except as "bf16" and "fp16"); tensor subclasses;
-    log-probabilities, log-sum-exps and the statistics that normalisations save; roots, reciprocals and extrema,
-    which backward divides by or compares. Masks are kept as bits in every format, exactly: bool ones and those
-    of zeros and one constant that dropout on the CPU makes.
+    log-probabilities, log-sum-exps and the statistics that normalisations save; roots, reciprocals, distances and
+    extrema, which backward divides by or compares. Of other values "bf16", "int8" and "int4" keep which are
+    positive, so that ReLU passes the gradients that it would have passed. Masks are kept as bits in every
+    format, exactly: bool ones and those of zeros and one constant that dropout on the CPU makes.
 
     One payload is kept for one memory, however many views of it are saved. A payload covers the whole memory
     where the saved view is a quarter of it or more, since plain autograd would hold all of it as well.
@@ -278,7 +279,8 @@ _EXACT_RESULTS = frozenset(
     name + "Backward0"
     for name in (
         "LogSoftmax LogSoftmaxBackwardData Logsumexp Logcumsumexp Sqrt Rsqrt Reciprocal Amax Amin Norm "
-        "LinalgVectorNorm LinalgCholeskyEx LinalgEigh LinalgSvd LinalgQr LinalgInvEx LinalgLuFactorEx LinalgSolveEx"
+        "LinalgVectorNorm LinalgCholeskyEx LinalgEigh LinalgSvd LinalgQr LinalgInvEx LinalgLuFactorEx LinalgSolveEx "
+        "Cdist EuclideanDist Pdist CtcLoss CudnnCtcLoss"
     ).split()
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 
 import pytest
@@ -144,6 +145,25 @@ def test_non_finite_values_survive(format):
     torch.testing.assert_close(seen[0, 3:], leaf[0, 3:], rtol=TOLERANCE[format] * 2, atol=TOLERANCE[format] * 3)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU])
+@pytest.mark.parametrize("format, limit", [("int8", 0.02), ("int4", 0.2)])
+def test_convolutions_whose_gradients_hang_on_signs(activation, format, limit):
+    """Values that are positive and small must not become 0, where ReLU's gradient stops."""
+    torch.manual_seed(0)
+    widths = [3, 16, 32, 32]
+    model = nn.Sequential(
+        *[
+            nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), activation())
+            for before, after in itertools.pairwise(widths)
+        ]
+    )
+    x = torch.randn(4, 3, 16, 16)
+    expected = gradients(model, x)
+    with fastamp.store_activations(format):
+        found = gradients(model, x)
+    assert 0 < error(found[1], expected[1]) < limit
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_activations(dtype):
     _, x = made(64, 64, dtype=dtype)
@@ -189,6 +209,15 @@ def test_frozen_parameters_and_leaves_are_kept(x):
         lambda x: x.abs().add(1).sqrt(),
         lambda x: x.abs().add(1).rsqrt(),
         lambda x: x.add(10).reciprocal(),
+        lambda x: torch.cdist(x, x + 1),
+        lambda x: F.pdist(x),
+        lambda x: F.ctc_loss(
+            x.view(4, 128, 32).log_softmax(-1),
+            torch.ones(128, 2, dtype=torch.long),
+            (4,) * 128,
+            (2,) * 128,
+            reduction="none",
+        ),
     ],
 )
 def test_sensitive_results_are_exact(function):

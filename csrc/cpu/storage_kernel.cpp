@@ -87,7 +87,7 @@ void encode_span(const float* v, int64_t begin, int64_t n, const BlockScale& sca
   for (int64_t i = begin; i < n; ++i) {
     float y = scaled(scale, v[i]);
     if (marked) y = marked_value<kFormat>(v[i], y);
-    put_code<kFormat>(payload, i, Codec<kFormat>::encode(y));
+    put_code<kFormat>(payload, i, Codec<kFormat>::nearest(y, marked));
   }
 }
 
@@ -117,7 +117,7 @@ void decode_span(const uint8_t* payload, int64_t begin, int64_t n, float stored_
   const float scale = marked ? -stored_scale : stored_scale;
   for (int64_t i = begin; i < n; ++i) {
     const float v = Codec<kFormat>::value(get_code<kFormat>(payload, i));
-    float d = marked ? restore_marked<kFormat>(v, scale) : v * scale;
+    float d = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v) * scale;
     if (base) d = add_base(d, Element<T>::load(base[i]), largest_of<T>());
     out[i] = Element<T>::store(d);
   }
@@ -194,12 +194,22 @@ FASTAMP_AVX2 uint32_t read_steps_avx2(const T* x, const T* base, int64_t n, floa
   return horizontal_max(_mm256_max_epu32(_mm256_max_epu32(seen[0], seen[1]), _mm256_max_epu32(seen[2], seen[3])));
 }
 
-// Codes of eight values as int32, clean above the code but for the integers' sign.
+// Codes of eight values of ordinary blocks as int32, clean above the code but for the integers' sign; and what
+// Codec::ordinary makes of their values.
 template <StorageFormat kFormat>
 struct Avx2Codec {
-  FASTAMP_AVX2 static __m256i encode(__m256 y) {
+  static constexpr int kQuarter = static_cast<int>(Codec<kFormat>::kNaN);
+
+  FASTAMP_AVX2 static __m256i nearest(__m256 y) {
     const __m256i magic = _mm256_set1_epi32(0x4b400000);  // the bits of 1.5 * 2^23
-    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(magic))), magic);
+    const __m256i rounded = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(magic))), magic);
+    const __m256i bits = _mm256_castps_si256(y), zero = _mm256_setzero_si256();
+    const __m256i quarter = _mm256_and_si256(_mm256_cmpgt_epi32(bits, zero), _mm256_cmpeq_epi32(rounded, zero));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kQuarter), quarter);
+  }
+  FASTAMP_AVX2 static __m256 ordinary(__m256 v) {
+    const __m256 quarter = _mm256_cmp_ps(v, _mm256_set1_ps(kQuarter), _CMP_EQ_OQ);
+    return _mm256_blendv_ps(v, _mm256_set1_ps(0.25f), quarter);
   }
   FASTAMP_AVX2 static __m256i encode_stochastic(__m256 y, __m256 fraction) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_add_ps(y, fraction)));
@@ -212,7 +222,8 @@ struct Avx2Fp8Codec {
   FASTAMP_AVX2 static __m256i with_sign(__m256i magnitude, __m256i bits) {
     return _mm256_or_si256(magnitude, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
-  FASTAMP_AVX2 static __m256i encode(__m256 y) {
+  FASTAMP_AVX2 static __m256 ordinary(__m256 v) { return v; }
+  FASTAMP_AVX2 static __m256i nearest(__m256 y) {
     const __m256i bits = _mm256_castps_si256(y);
     const __m256i abs = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
     const __m256i magic = _mm256_set1_epi32(C::kSubnormalMagicBits);
@@ -302,7 +313,7 @@ FASTAMP_AVX2 int64_t encode_steps_avx2(const float* v, int64_t n, const BlockSca
   for (; i + kStep <= n; i += kStep) {
     __m256i codes[4];
     for (int u = 0; u < 4; ++u)
-      codes[u] = Avx2Codec<kFormat>::encode(_mm256_mul_ps(_mm256_loadu_ps(v + i + 8 * u), inverse));
+      codes[u] = Avx2Codec<kFormat>::nearest(_mm256_mul_ps(_mm256_loadu_ps(v + i + 8 * u), inverse));
     put_codes_avx2<kFormat>(codes, payload + i * Codec<kFormat>::kBits / 8);
   }
   return i;
@@ -385,7 +396,7 @@ FASTAMP_AVX2 int64_t decode_steps_avx2(const uint8_t* payload, int64_t n, float 
     __m256 v[4];
     get_values_avx2<kFormat>(payload + i * Codec<kFormat>::kBits / 8, v);
     for (int u = 0; u < 4; ++u) {
-      __m256 d = _mm256_mul_ps(v[u], by);
+      __m256 d = _mm256_mul_ps(Avx2Codec<kFormat>::ordinary(v[u]), by);
       if (kBase) d = add_base_avx2(d, Avx2<T>::load(base + i + 8 * u), largest_of<T>());
       put_values_avx2<kStream>(out + i + 8 * u, Avx2<T>::pack(d));
     }

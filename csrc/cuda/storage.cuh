@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResiden
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) codes[k] = Codec<kFormat>::encode(v[k]);
+      for (int k = 0; k < kCount; ++k) codes[k] = Codec<kFormat>::nearest(v[k], marked);
     }
     store_codes<kFormat>(args.payload, begin, left, codes);
   }
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResiden
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const float v = code_value<kFormat>(words, k);
-        d[k] = marked ? restore_marked<kFormat>(v, scale) : v * scale;
+        d[k] = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v) * scale;
       }
       if (base) {
         float b[kCount];
