@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 # Name: the module whose main(argv) runs it and returns the exit code, and what --help says of it.
 COMMANDS = {
@@ -31,9 +33,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.usage = "python -m fastamp [-h] [command ...]"
-    parsed = parser.parse_args(argv)
-    module = COMMANDS[parsed.command][0] if parsed.command else "fastamp._diagnostics"
-    return importlib.import_module(module).main(parsed.arguments)
+    with _a_closed_pipe_ends_it():
+        parsed = parser.parse_args(argv)
+        module = COMMANDS[parsed.command][0] if parsed.command else "fastamp._diagnostics"
+        command = importlib.import_module(module).main
+        if parsed.command != "run":
+            return command(parsed.arguments)
+    # What a closed pipe means to a program is the program's own affair.
+    return command(parsed.arguments)
+
+
+@contextlib.contextmanager
+def _a_closed_pipe_ends_it() -> Iterator[None]:
+    """Exits with 1 and without a word where `| head` has seen enough, as the documentation of Python's `signal`
+    recommends."""
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

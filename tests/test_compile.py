@@ -75,9 +75,19 @@ def _scale_losses(tensors, found_inf):
     return ops.scale_losses([tensors[0], tensors[1].sum().bfloat16()], scalar(1024.0))
 
 
+def _quantize(tensors, found_inf):
+    packed, scales = ops.quantize_blockwise(tensors[0] * 2, "int8", 32)
+    return packed.float() + 1, scales * 2, ops.dequantize_blockwise(packed, scales, (5,), torch.float32) * 2
+
+
+def _pack_bits(tensors, found_inf):
+    packed = ops.pack_bits(tensors[0] > 2)
+    return packed + 1, ops.unpack_bits(packed, (5,)).logical_not()
+
+
 @pytest.mark.parametrize(
     "function",
-    [_unscale, _check, _unscale_norm, _clip, _accumulate, _update_scale, _scale_losses],
+    [_unscale, _check, _unscale_norm, _clip, _accumulate, _update_scale, _scale_losses, _quantize, _pack_bits],
     ids=lambda function: function.__name__[1:],
 )
 def test_ops_compile_without_graph_breaks(function):

@@ -19,8 +19,11 @@ import fastamp
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = ("launchers.h", "scale.h", "storage.h", "tensor_ref.h", "unscale.h")
 
+# Next to Python, where pip puts it, whether or not that is on the PATH.
+CMAKE = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
 needs_cmake = pytest.mark.skipif(
-    shutil.which("cmake") is None or shutil.which("c++") is None, reason="cmake or a C++ compiler is not installed"
+    CMAKE is None or shutil.which("c++") is None, reason="cmake or a C++ compiler is not installed"
 )
 
 
@@ -32,7 +35,7 @@ def run(*command: str | Path, timeout: int = 600) -> str:
 
 def configure(build: Path, *options: str) -> None:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    run("cmake", "-S", ROOT / "examples" / "cpp", "-B", build, *generator,
+    run(CMAKE, "-S", ROOT / "examples" / "cpp", "-B", build, *generator,
         f"-DPython3_EXECUTABLE={sys.executable}", *options)  # fmt: skip
 
 
@@ -67,7 +70,7 @@ def test_missing_files_say_how_to_build(monkeypatch, tmp_path):
 @needs_cmake
 def test_program_on_raw_pointers(tmp_path):
     configure(tmp_path, "-DTORCH_PROGRAM=OFF")
-    run("cmake", "--build", tmp_path)
+    run(CMAKE, "--build", tmp_path)
     output = run(tmp_path / "raw_pointers")
     assert output.count("ok    ") == 7 and "FAILED" not in output
 
@@ -76,7 +79,7 @@ def test_program_on_raw_pointers(tmp_path):
 @pytest.mark.slow
 def test_libtorch_program_trains_as_python_does(tmp_path):
     configure(tmp_path)
-    run("cmake", "--build", tmp_path, "--target", "train")
+    run(CMAKE, "--build", tmp_path, "--target", "train")
     output = run(tmp_path / "train")
     lines = re.findall(r"step \d: loss (\S+), scale ([^,\n]+)(, skipped)?", output)
     assert len(lines) == 8

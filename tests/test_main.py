@@ -159,3 +159,28 @@ def test_memory_is_there_after_import_fastamp():
     program = "import sys, fastamp; assert 'fastamp.memory' not in sys.modules; print(fastamp.memory.estimate.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout == "estimate\n", done.stderr
+
+
+def run_into_a_closed_pipe(*arguments):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fastamp", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PYTHONUNBUFFERED": ""}
+    try:
+        return subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment, timeout=300)
+    finally:
+        os.close(write)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["memory", "--help"]], ids=" ".join)
+def test_a_closed_pipe_ends_a_command_quietly(arguments):
+    done = run_into_a_closed_pipe(*arguments)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_closed_pipe_is_the_programs_own_affair(tmp_path):
+    script = tmp_path / "prints.py"
+    script.write_text("print('much', flush=True)\n")
+    assert "BrokenPipeError" in run_into_a_closed_pipe("run", script).stderr
+    script.write_text("try:\n    print(flush=True)\nexcept BrokenPipeError:\n    import os\n    os._exit(7)\n")
+    assert run_into_a_closed_pipe("run", script).returncode == 7
