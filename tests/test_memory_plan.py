@@ -165,9 +165,8 @@ def test_a_plan_run_for_real_has_the_predicted_peak(whole, share):
         ("gpt", ("keep", "checkpoint"), "bf16-amp"),
         ("gpt", ("keep", "store:bf16"), None),
         ("gpt", ("keep", "store:exact"), None),
-        ("gpt", ("keep", "store:int8"), "bf16-amp"),
         ("gpt", ("keep", "checkpoint:delta-int8"), None),
-        ("gpt", ("keep", "store:int4", "checkpoint:int8"), None),
+        ("gpt", ("keep", "store:int8", "checkpoint:int8"), None),
         ("bert", ("keep", "checkpoint"), None),
         ("bert", ("keep", "store:bf16", "checkpoint"), "bf16-amp"),
         ("cnn", ("keep", "checkpoint"), None),
@@ -178,18 +177,6 @@ def test_a_plan_run_for_real_has_the_predicted_peak(whole, share):
 )
 def test_a_plan_that_is_applied_has_the_predicted_peak_and_undone_the_old_one(kind, options, precision):
     check_plan(kind, options, precision=precision)
-
-
-def test_a_plan_of_a_gpt_that_stores_and_checkpoints_has_the_predicted_peak(tokens):
-    torch.manual_seed(0)
-    options = ("keep", "store:int8", "checkpoint:delta-int8")
-    planner = Planner(
-        GPT(blocks=2), tokens, loss=_loss, targets=tokens, optimizer="sgd", micro_batches=False, options=options
-    )
-    found = planner.plan(int(0.8 * planner._peak(1, dict.fromkeys(planner.blocks, "keep"))))
-    assert set(found.treatments.values()) - {"keep"}
-    run = found.verify(repeats=1)
-    assert abs(run.peak - run.predicted_peak) <= 0.1 * run.peak and run.peak <= 1.01 * found.budget
 
 
 # --- its time ---
