@@ -351,6 +351,8 @@ class Planner:
     def _costs_of_options(self, options: Sequence[str], pieces: int) -> dict[str, StepCost]:
         treatments = [dict.fromkeys(self.blocks, option) for option in options]
         runs = [self._run(each, pieces) for each in treatments]
+        for each, run in zip(treatments, runs, strict=True):
+            self._peaks[pieces, tuple(each.values())] = self._variants.peak(run.trace)
         order = [mark.name for mark in runs[0].marks if mark.kind == "enter"]
         if sorted(order) == sorted(self.blocks):
             self.blocks = order  # the order they run in, which need not be the model's
