@@ -221,7 +221,8 @@ def work(rank, results):
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    print("rank", rank, GradScaler.__module__, scaler.state_dict()["min_scale"], sys.argv[1:], flush=True)
+    # In one piece: the processes write to one pipe.
+    print(f"rank {rank} {GradScaler.__module__} {scaler.state_dict()['min_scale']} {sys.argv[1:]}", flush=True)
 
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, args=(None,), nprocs=2)
@@ -279,7 +280,8 @@ for step in range(3):
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-print("scale", scaler.get_scale(), "of", GradScaler.__module__, flush=True)
+# In one piece, or ranks that write to one pipe without a buffer come between each other's words.
+print(f"scale {scaler.get_scale()} of {GradScaler.__module__}", flush=True)
 if dist.is_initialized():
     dist.destroy_process_group()
 """
