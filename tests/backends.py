@@ -37,15 +37,16 @@ class Backend:
     def __repr__(self) -> str:
         return self.name
 
-    def schedules(self) -> Iterator[None]:
-        """One pass of a loop for each order in which the emulator can run threads; a single pass elsewhere."""
+    def schedules(self, **settings: int) -> Iterator[None]:
+        """One pass of a loop for each order in which the emulator can run threads, with other settings of its own
+        besides; a single pass elsewhere."""
         if self.emulator is None:
             yield
             return
         from cuda_emulator.emulator import SCHEDULES
 
         for schedule in SCHEDULES:
-            with self.emulator.settings(**schedule):
+            with self.emulator.settings(**schedule, **settings):
                 yield
 
 

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cuda_emulator.emulator import SCHEDULES
 from op_inputs import Guarded, dtype_id, random_values, same_bits, scalar
 from torch import Tensor
 
@@ -92,6 +93,22 @@ def test_bits_are_the_references(backend, format, dtype, stochastic, rng):
             decoded = backend.ops.dequantize_blockwise(*ours, x.shape, out)
             assert decoded.dtype == out and decoded.is_contiguous()
             assert same_bits(decoded, reference.dequantize_blockwise(*theirs, x.shape, out))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_few_blocks_do_the_work_of_many(emulated, format, rng):
+    x, mask = wild_values(70_001, torch.float32, rng), torch.rand(300_001, generator=rng) < 0.5
+    dropped = torch.where(mask, 1.25, 0.0)
+    theirs = reference.quantize_blockwise(x, format, 4096, True, 5)
+    decoded, bits = reference.dequantize_blockwise(*theirs, x.shape, x.dtype), reference.pack_bits(mask)
+    for schedule in SCHEDULES:
+        with emulated.emulator.settings(**schedule, grid_limit=2):
+            ours = emulated.ops.quantize_blockwise(x, format, 4096, True, 5)
+            assert_same_codes(ours, theirs)
+            assert same_bits(emulated.ops.dequantize_blockwise(*ours, x.shape, x.dtype), decoded)
+            packed, value = emulated.ops.pack_scaled_mask(dropped)
+            assert torch.equal(emulated.ops.pack_bits(mask), bits) and torch.equal(packed, bits) and value == 1.25
+            assert torch.equal(emulated.ops.unpack_bits(bits, mask.shape), mask)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cuda_emulator.emulator import SCHEDULES
 from op_inputs import (
     DTYPES,
     HALF_DTYPES,
@@ -23,6 +24,7 @@ from torch import Tensor
 import fastamp.ops
 from fastamp import reference
 
+CPU = torch.device("cpu")
 INV_SCALES = [1.0, 2.0**-16, 1 / 3, 3.7e4]
 OPS_THAT_CHECK = [("check_", None)] + [(op, s) for op in ("unscale_", "unscale_norm_") for s in (1.0, 0.5)]
 
@@ -65,7 +67,9 @@ def test_unscale_has_torchs_bits(backend, dtype, inv_scale, rng):
         g.check()
 
 
-def test_mixed_lists(backend, rng):
+@pytest.mark.parametrize("grid_limit", [2**31, 3], ids=["many blocks", "few blocks"])
+def test_mixed_lists(backend, rng, grid_limit):
+    """Of few blocks each has many tensors, one after another."""
     sizes = [*torch.randint(0, 3000, (40,), generator=rng).tolist(), 20000]
     guarded = guarded_list(sizes, DTYPES, rng, backend.device)
     original = [g.tensor for g in guarded] + list(strided_tensors(torch.float32, rng, backend.device).values())
@@ -74,7 +78,7 @@ def test_mixed_lists(backend, rng):
     reference.unscale_(expected, expected_found, inv_scale)
     _, exact = reference.unscale_norm_(expected, expected_found, one)
     seen = set()
-    for _ in backend.schedules():
+    for _ in backend.schedules(grid_limit=grid_limit):
         grads = clones(original)
         for g, copy in zip(guarded, grads, strict=False):
             g.tensor.copy_(copy)
@@ -267,6 +271,42 @@ def test_norm_has_the_same_bits_on_every_run_and_thread_count(backend, rng):
     finally:
         torch.set_num_threads(threads)
     assert len(seen) == 1
+
+
+def test_the_last_block_sees_every_sum(emulated):
+    """Three blocks that are interrupted around the ticket, again and again. What a missing fence leaves to chance, the
+    sanitizer sees."""
+    grad = torch.full((3 * 4096,), 2.0)
+    for seed in range(20):
+        with emulated.emulator.settings(schedule="shuffled", seed=seed, resident_blocks=3, preempt_one_in=2):
+            total, _ = emulated.ops.unscale_norm_([grad], scalar(0.0, CPU), scalar(1.0, CPU))
+        assert total.item() == pytest.approx(2 * (3 * 4096) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("op", ["unscale_", "check_", "clip_", "accumulate_"])
+def test_few_blocks_do_the_work_of_many(emulated, op, rng):
+    sizes = [*torch.randint(0, 9000, (30,), generator=rng).tolist(), 20001, 0, 1]
+    sources = guarded_list(sizes, [torch.bfloat16], rng, CPU)
+    half = scalar(0.5, CPU)
+
+    def results(ops) -> tuple[list[Tensor], Tensor]:
+        found, grads = scalar(0.0, CPU), clones([g.tensor for g in sources])
+        if op == "accumulate_":
+            mains = [torch.ones(g.shape) for g in grads]
+            ops.accumulate_(mains, grads, found, half)
+            return mains, found
+        arguments = {"unscale_": (grads, found, half), "check_": (grads, found), "clip_": (grads, half)}
+        getattr(ops, op)(*arguments[op])
+        return grads, found
+
+    for last in (1.0, float("nan")):
+        sources[-1].tensor.fill_(last)
+        expected, expected_found = results(reference)
+        for schedule in SCHEDULES:
+            with emulated.emulator.settings(**schedule, grid_limit=3), emulated.emulator.record() as launches:
+                ours, found = results(emulated.ops)
+            assert all_same_bits(ours, expected) and found.item() == expected_found.item()
+            assert [launch["grid"] for launch in launches] == [[3, 1, 1]]
 
 
 def test_norm_of_nonfinite_gradients(backend):

@@ -172,7 +172,7 @@ void for_each_launch(const TensorRef* refs, int64_t count, const Launch& launch)
     }
     table.first_chunk[filled] = static_cast<int32_t>(chunks);
     table.count = filled;
-    const int64_t blocks = std::min<int64_t>(std::max<int64_t>(chunks, 1), StreamPolicy::kMaxBlocks);
+    const int64_t blocks = std::min<int64_t>(std::max<int64_t>(chunks, 1), grid_limit(StreamPolicy::kMaxBlocks));
     launch(table, static_cast<unsigned>(blocks), begin + filled == count);
     return begin + filled;
   };
@@ -191,7 +191,7 @@ void for_each_launch(const TensorRef* refs, int64_t count, const Launch& launch)
 template <class T>
 unsigned strided_blocks(const StridedRef& ref) {
   const int64_t chunks = (ref.numel + Chunk<T>::kElements - 1) / Chunk<T>::kElements;
-  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(chunks, 1), StreamPolicy::kMaxBlocks));
+  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(chunks, 1), grid_limit(StreamPolicy::kMaxBlocks)));
 }
 
 // fn(T{}) with the element type of a dtype.

@@ -6,6 +6,7 @@
 //   FASTAMP_DYN_SHARED(float, scratch);    // inside a kernel: float* scratch, of the launch's shared_bytes
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -38,19 +39,8 @@ inline void check_launch(const char* op) {
   }
 }
 
-// Number of multiprocessors of the current device, for sizing grid-stride launches. Does not synchronise.
-inline int multiprocessor_count() {
-  int device = 0;
-  int count = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("cannot read the multiprocessor count: ") + cudaGetErrorString(error));
-  }
-  return count;
-}
+// The most blocks that a launch may have. The emulator can lower it, so that its blocks loop over small inputs.
+inline int64_t grid_limit(int64_t policy) { return policy; }
 
 // Bytes of parameters that a kernel may take: 32,764 with driver and toolkit of CUDA 12.1 and later, else 4,096.
 inline size_t parameter_limit() {
@@ -96,7 +86,7 @@ using Stream = void*;
 // An emulated launch has thrown already if it was refused.
 inline void check_launch(const char*) {}
 
-inline int multiprocessor_count() { return ::cuda_emulator::multiprocessor_count(); }
+inline int64_t grid_limit(int64_t policy) { return std::min(policy, ::cuda_emulator::settings.grid_limit); }
 
 inline size_t parameter_limit() { return ::cuda_emulator::settings.parameter_limit; }
 

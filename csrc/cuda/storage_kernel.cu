@@ -44,7 +44,7 @@ void dispatch_word(DType dtype, const Fn& fn) {
 
 unsigned blocks_for(int64_t numel, int64_t elements_per_block) {
   return static_cast<unsigned>(
-      std::min<int64_t>((numel + elements_per_block - 1) / elements_per_block, StreamPolicy::kMaxBlocks));
+      std::min<int64_t>((numel + elements_per_block - 1) / elements_per_block, grid_limit(StreamPolicy::kMaxBlocks)));
 }
 
 unsigned mask_blocks(int64_t numel) { return blocks_for(numel, int64_t{kWarpMaskElements} * StreamPolicy::kWarps); }

@@ -502,8 +502,6 @@ void fail(const char* format, ...) {
 
 int lane_index() { return running_thread("a warp operation").lane; }
 
-int multiprocessor_count() { return settings.multiprocessors; }
-
 void maybe_preempt() {
   if (settings.preempt_one_in == 0 || scheduler.running == nullptr) {
     return;
@@ -1057,8 +1055,8 @@ Settings parse_settings(const std::string& text) {
       result.skip_to = number;
     } else if (name == "parameter_limit") {
       result.parameter_limit = number;
-    } else if (name == "multiprocessors" && number > 0) {
-      result.multiprocessors = static_cast<int>(number);
+    } else if (name == "grid_limit" && number > 0) {
+      result.grid_limit = static_cast<int64_t>(number);
     } else {
       throw std::invalid_argument("unknown setting or bad value '" + item + "'");
     }

@@ -52,7 +52,7 @@ struct Settings {
   uint64_t skip_from = 0;                 // blocks [skip_from, skip_to) do not run, counted over all launches
   uint64_t skip_to = 0;                   //   since the records were cleared: 64-bit indices on sparse memory
   size_t parameter_limit = 32764;         // bytes; 4096 is the limit before CUDA 12.1
-  int multiprocessors = 3;                // what multiprocessor_count() reports
+  int64_t grid_limit = INT64_MAX;         // blocks of a launch that asks: small inputs make blocks loop
 };
 extern Settings settings;
 
@@ -78,7 +78,6 @@ struct Site {
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 int lane_index();
-int multiprocessor_count();
 
 // A point where another thread may run: called at atomics and fences.
 void maybe_preempt();
