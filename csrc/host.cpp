@@ -18,6 +18,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/headeronly/version.h>
 
 #include "check.h"
 #include "launchers.h"
@@ -448,6 +449,7 @@ at::Tensor clip_coefficient(const at::Tensor& total, double max_norm) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using fastamp::GradientBuckets;
+  m.attr("built_for_torch") = py::make_tuple(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR);
   m.def("bind", &fastamp::bind, py::arg("cpu_table"), py::arg("cuda_table"));
   m.def("unscale_on_one_device", &fastamp::unscale_on_one_device, py::arg("param_groups"), py::arg("inv_scale"),
         py::arg("found_inf"), py::arg("allow_fp16"));

@@ -61,6 +61,11 @@ def _load_host() -> tuple[ModuleType | None, str]:
         return None, "disabled by FASTAMP_HOST=0"
     try:
         module = importlib.import_module("fastamp._host")
+        running = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        # Another torch's may well load, all its symbols being there, and then read torch's objects at wrong offsets.
+        if module.built_for_torch != running:
+            built = ".".join(map(str, module.built_for_torch))
+            raise ImportError(f"it was built for torch {built}, and this is torch {torch.__version__}")
         module.bind(launchers(False), launchers(True))
     except (ImportError, RuntimeError) as error:
         reason = str(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -257,3 +258,18 @@ def test_buckets_do_not_keep_parameters_or_groups_alive():
     del param
     gc.collect()
     assert died() is None and buckets.grads(CPU)[0].tolist() == [1.0] * 5
+
+
+def test_a_module_built_for_another_torch_is_not_used():
+    """It would load, and read tensors by the other torch's layout."""
+    program = (
+        "import warnings, torch; torch.__version__ = '2.99.0+cpu'\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from fastamp import _library\n"
+        "print(_library.host, *(str(w.message) for w in caught))"
+    )
+    command, environment = [sys.executable, "-c", program], {**os.environ, "FASTAMP_HOST": "1"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("None ") and "was built for torch 2." in shown and "this is torch 2.99.0+cpu" in shown
+    assert "Rebuild with" in shown
