@@ -22,11 +22,11 @@ def duration(microseconds: float) -> str:
     return f"{microseconds / 1000:.1f} ms" if microseconds >= 1000 else f"{microseconds:.0f} us"
 
 
-def conditions(machine: dict[str, Any]) -> str:
+def conditions(content: dict[str, Any]) -> str:
+    machine = content["machine"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    return (
-        f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; "
-        "medians of interleaved runs"
+    return f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; " + content.get(
+        "what", "medians of interleaved runs"
     )
 
 
@@ -56,7 +56,7 @@ def timing_table(content: dict[str, Any], only_targets: bool) -> str:
                 f"| {case} | {duration(timing[other]['median'])} | {duration(timing[ours]['median'])} "
                 f"| {ratio:.2f}x | {target}{missed} |"
             )
-    return "\n".join([*rows, "", f"<sub>{conditions(content['machine'])}{baselines(content)}</sub>"])
+    return "\n".join([*rows, "", f"<sub>{conditions(content)}{baselines(content)}</sub>"])
 
 
 def plain_table(content: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def plain_table(content: dict[str, Any]) -> str:
         "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|",
     ]
     lines += [f"| {' | '.join(str(value) for value in row)} |" for row in content["rows"]]
-    return "\n".join([*lines, "", f"<sub>{conditions(content['machine'])}{baselines(content)}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{conditions(content)}{baselines(content)}</sub>"])
 
 
 def table(name: str, only_targets: bool) -> str:
