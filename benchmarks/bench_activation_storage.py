@@ -384,7 +384,7 @@ def table(cases: dict[str, dict[str, Any]], small: dict[str, dict[str, int]], la
 
 def main() -> None:
     options = arguments("activation_storage", __doc__)
-    layers, rounds, steps = (1, 2, 3) if options.quick else (12, 5, 120)
+    layers, rounds, steps = (1, 2, 3) if options.quick else (12, 11, 120)
     cases = measure(layers, rounds)
     errors = trained_errors(steps)
     small = small_gains(layers)

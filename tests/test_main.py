@@ -74,7 +74,7 @@ def test_host_module_that_does_not_load(copy):
     assert done.returncode == 0, done.stderr
     assert "not loaded: " in line(done.stdout, "host module")
     assert "The host module does not load" in done.stdout
-    assert f"{sys.executable} -m pip install --no-build-isolation ." in done.stdout
+    assert f"{os.path.normpath(sys.executable)} -m pip install --no-build-isolation ." in done.stdout
     assert done.stderr == ""
 
 
@@ -86,7 +86,7 @@ def test_operators_that_do_not_load(copy, content):
     assert done.returncode == 1, done.stderr
     assert "NOT LOADED" in line(done.stdout, "operators")
     assert "1. The operators do not load." in done.stdout
-    assert f"{sys.executable} -m pip install --no-build-isolation ." in done.stdout
+    assert f"{os.path.normpath(sys.executable)} -m pip install --no-build-isolation ." in done.stdout
     assert "Traceback" not in done.stderr
 
 
