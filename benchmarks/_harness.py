@@ -32,6 +32,7 @@ def time_interleaved(
     calls: int = 1,
     rounds: int = 50,
     min_seconds: float = 0.5,
+    max_seconds: float = 30.0,
     warmup: int = 3,
 ) -> dict[str, dict[str, float]]:
     """Times the functions in turn, the order rotating from round to round, so that whatever else the machine
@@ -43,7 +44,8 @@ def time_interleaved(
         device: "cuda" waits for the device before the clock is read.
         calls: calls in a row that make one measurement, which is their mean. With one call, what a function
             touches has left the caches by its next turn; with many it is in them.
-        rounds: at least this many rounds; more until ``min_seconds`` have been measured.
+        rounds: at least this many rounds; more until ``min_seconds`` have been measured, and fewer, but at least 5,
+            once ``max_seconds`` have: one slow contestant must not make a case endless.
 
     Returns:
         For each name ``median``, ``p20``, ``p80`` in microseconds, and ``rounds``.
@@ -77,7 +79,7 @@ def time_interleaved(
     gc.disable()
     try:
         done, spent = 0, 0.0
-        while done < rounds or spent < min_seconds:
+        while (done < rounds or spent < min_seconds) and (done < 5 or spent < max_seconds):
             spent += one_round(record=True)
             done += 1
     finally:
