@@ -25,9 +25,8 @@ def duration(microseconds: float) -> str:
 def conditions(content: dict[str, Any]) -> str:
     machine = content["machine"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    return f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; " + content.get(
-        "what", "medians of interleaved runs"
-    )
+    what = content.get("what", "medians of interleaved runs")
+    return f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; {what}"
 
 
 def baselines(content: dict[str, Any]) -> str:

@@ -40,9 +40,9 @@ def workers(tmp_path_factory):
         pool.close()
 
 
-def scaler_of(kind, **kwargs):
+def scaler_of(kind, device="cpu", **kwargs):
     settings = {"init_scale": 1024.0, "growth_interval": 3}
-    return {"torch": torch.amp.GradScaler, "fastamp": fastamp.GradScaler}[kind]("cpu", **settings, **kwargs)
+    return {"torch": torch.amp.GradScaler, "fastamp": fastamp.GradScaler}[kind](device, **settings, **kwargs)
 
 
 def batch(rank, step):
@@ -51,7 +51,7 @@ def batch(rank, step):
 
 def full(tensor):
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()).cpu()
 
 
 def network():

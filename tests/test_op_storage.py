@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cuda_emulator.emulator import SCHEDULES
 from op_inputs import Guarded, dtype_id, random_values, same_bits, scalar
 from torch import Tensor
 
@@ -101,14 +100,13 @@ def test_few_blocks_do_the_work_of_many(emulated, format, rng):
     dropped = torch.where(mask, 1.25, 0.0)
     theirs = reference.quantize_blockwise(x, format, 4096, True, 5)
     decoded, bits = reference.dequantize_blockwise(*theirs, x.shape, x.dtype), reference.pack_bits(mask)
-    for schedule in SCHEDULES:
-        with emulated.emulator.settings(**schedule, grid_limit=2):
-            ours = emulated.ops.quantize_blockwise(x, format, 4096, True, 5)
-            assert_same_codes(ours, theirs)
-            assert same_bits(emulated.ops.dequantize_blockwise(*ours, x.shape, x.dtype), decoded)
-            packed, value = emulated.ops.pack_scaled_mask(dropped)
-            assert torch.equal(emulated.ops.pack_bits(mask), bits) and torch.equal(packed, bits) and value == 1.25
-            assert torch.equal(emulated.ops.unpack_bits(bits, mask.shape), mask)
+    for _ in emulated.schedules(grid_limit=2):
+        ours = emulated.ops.quantize_blockwise(x, format, 4096, True, 5)
+        assert_same_codes(ours, theirs)
+        assert same_bits(emulated.ops.dequantize_blockwise(*ours, x.shape, x.dtype), decoded)
+        packed, value = emulated.ops.pack_scaled_mask(dropped)
+        assert torch.equal(emulated.ops.pack_bits(mask), bits) and torch.equal(packed, bits) and value == 1.25
+        assert torch.equal(emulated.ops.unpack_bits(bits, mask.shape), mask)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

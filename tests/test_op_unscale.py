@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from cuda_emulator.emulator import SCHEDULES
 from op_inputs import (
     DTYPES,
     HALF_DTYPES,
@@ -302,8 +301,8 @@ def test_few_blocks_do_the_work_of_many(emulated, op, rng):
     for last in (1.0, float("nan")):
         sources[-1].tensor.fill_(last)
         expected, expected_found = results(reference)
-        for schedule in SCHEDULES:
-            with emulated.emulator.settings(**schedule, grid_limit=3), emulated.emulator.record() as launches:
+        for _ in emulated.schedules(grid_limit=3):
+            with emulated.emulator.record() as launches:
                 ours, found = results(emulated.ops)
             assert all_same_bits(ours, expected) and found.item() == expected_found.item()
             assert [launch["grid"] for launch in launches] == [[3, 1, 1]]

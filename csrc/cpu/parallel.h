@@ -33,7 +33,6 @@ class Chunks {
     for (int64_t t = 0; t < span.num_dense; ++t) begin_.push_back(begin_.back() + span.dense[t].numel);
   }
 
-  int64_t count() const { return count_; }
   int64_t first_chunk(int64_t tensor) const { return count_ <= 1 ? 0 : begin_[tensor] / elements_; }
   int64_t last_chunk(int64_t tensor) const { return count_ <= 1 ? 0 : (begin_[tensor + 1] - 1) / elements_; }
 
