@@ -51,7 +51,8 @@ def batch(rank, step):
 
 def full(tensor):
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()).cpu()
+    # Of a single process, full_tensor() is the parameter itself.
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
 
 
 def network():
