@@ -38,22 +38,24 @@ FASTAMP_HD bool is_finite_bits(uint32_t abs_bits) { return abs_bits < kInfinityB
 //   kMarkedTop  the largest in a block that holds non-finite values, where kInf (and -kInf) and kNaN are the values of
 //               the codes that stand for those. They lie above kMarkedTop in magnitude and are exact codes, so that
 //               encode() needs to know nothing of them.
-//   nearest()   encode(), and a quarter where an integer format has it; ordinary() puts the quarter in place of its
-//               code's value
+//   nearest()   encode(), except that in an ordinary block of an integer format the code of a positive y is never 0: it
+//               is the lowest, in place of whose value ordinary() puts kLeast. (int4 has many such values:
+//               docs/design.md.)
 
-template <int kLargest>
+template <int kLargest, int kPerStep>
 struct IntegerCodec {
   static constexpr float kTop = kLargest, kMarkedTop = kLargest - 1, kInf = kLargest, kNaN = -(kLargest + 1);
+  static constexpr float kLeast = 1.0f / kPerStep;
 
   // 1.5 * 2^23: the sum's unit is 1, so it is y rounded to nearest even, in two's complement in the low bits.
   static FASTAMP_HD uint32_t encode(float y) { return float_bits(y + 12582912.0f); }
 
   // By the bits, which compare as positive floats do: 0 < y <= 1/2.
   static FASTAMP_HD uint32_t nearest(float y, bool marked) {
-    const bool quarter = float_bits(y) - 1u < 0x3f000000u && !marked;
-    return quarter ? static_cast<uint32_t>(-(kLargest + 1)) : encode(y);
+    const bool least = float_bits(y) - 1u < 0x3f000000u && !marked;
+    return least ? static_cast<uint32_t>(-(kLargest + 1)) : encode(y);
   }
-  static FASTAMP_HD float ordinary(float v) { return v < -kTop ? 0.25f : v; }
+  static FASTAMP_HD float ordinary(float v) { return v < -kTop ? kLeast : v; }
 
   // floor(y + u) for u = (draw + 1/2) / 2^16. An integer y stays itself for every draw.
   static FASTAMP_HD uint32_t encode_stochastic(float y, uint32_t draw) {
@@ -105,12 +107,12 @@ template <StorageFormat>
 struct Codec;
 
 template <>
-struct Codec<StorageFormat::kInt8> : IntegerCodec<127> {
+struct Codec<StorageFormat::kInt8> : IntegerCodec<127, 4> {
   static constexpr int kBits = 8;
   static FASTAMP_HD float value(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
 };
 template <>
-struct Codec<StorageFormat::kInt4> : IntegerCodec<7> {
+struct Codec<StorageFormat::kInt4> : IntegerCodec<7, 16> {
   static constexpr int kBits = 4;
   static FASTAMP_HD float value(uint32_t code) {
     return static_cast<float>(static_cast<int32_t>((code & 15u) ^ 8u) - 8);

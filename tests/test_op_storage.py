@@ -203,6 +203,10 @@ def test_what_is_positive_stays_positive(backend, format, half_step, dtype, rng)
     decoded = backend.ops.dequantize_blockwise(payload, scales, x.shape, dtype)
     assert torch.equal(decoded > 0, x > 0)
     assert torch.equal(decoded < 0, (x < 0) & (decoded != 0))
+    scale = scales.repeat_interleave(32)[: x.numel()]
+    small = (x > 0) & (x.float() < 0.499 * scale)
+    least = (1 / 4 if format == "int8" else 1 / 16) * scale[small]
+    assert small.sum() > 100 and torch.equal(decoded[small], least.to(dtype))
     # Stochastic rounding has no such code: its values are right on average instead.
     payload, scales = backend.ops.quantize_blockwise(x, format, 32, stochastic=True, seed=1)
     decoded = backend.ops.dequantize_blockwise(payload, scales, x.shape, torch.float32)

@@ -198,18 +198,18 @@ FASTAMP_AVX2 uint32_t read_steps_avx2(const T* x, const T* base, int64_t n, floa
 // Codec::ordinary makes of their values.
 template <StorageFormat kFormat>
 struct Avx2Codec {
-  static constexpr int kQuarter = static_cast<int>(Codec<kFormat>::kNaN);
+  static constexpr int kLeastCode = static_cast<int>(Codec<kFormat>::kNaN);
 
   FASTAMP_AVX2 static __m256i nearest(__m256 y) {
     const __m256i magic = _mm256_set1_epi32(0x4b400000);  // the bits of 1.5 * 2^23
     const __m256i rounded = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(magic))), magic);
     const __m256i bits = _mm256_castps_si256(y), zero = _mm256_setzero_si256();
-    const __m256i quarter = _mm256_and_si256(_mm256_cmpgt_epi32(bits, zero), _mm256_cmpeq_epi32(rounded, zero));
-    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kQuarter), quarter);
+    const __m256i least = _mm256_and_si256(_mm256_cmpgt_epi32(bits, zero), _mm256_cmpeq_epi32(rounded, zero));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kLeastCode), least);
   }
   FASTAMP_AVX2 static __m256 ordinary(__m256 v) {
-    const __m256 quarter = _mm256_cmp_ps(v, _mm256_set1_ps(kQuarter), _CMP_EQ_OQ);
-    return _mm256_blendv_ps(v, _mm256_set1_ps(0.25f), quarter);
+    const __m256 least = _mm256_cmp_ps(v, _mm256_set1_ps(kLeastCode), _CMP_EQ_OQ);
+    return _mm256_blendv_ps(v, _mm256_set1_ps(Codec<kFormat>::kLeast), least);
   }
   FASTAMP_AVX2 static __m256i encode_stochastic(__m256 y, __m256 fraction) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_add_ps(y, fraction)));
