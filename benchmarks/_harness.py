@@ -24,6 +24,18 @@ from fastamp import _library
 RESULTS = Path(__file__).parent / "results"
 
 
+class Timing(dict[str, dict[str, float]]):
+    """For each contestant ``median``, ``p20`` and ``p80`` in microseconds, and ``rounds``.
+
+    Attributes:
+        samples: for each contestant its time in every round, in microseconds.
+    """
+
+    def __init__(self, samples: dict[str, list[float]]) -> None:
+        super().__init__({name: summary(times) for name, times in samples.items()})
+        self.samples = samples
+
+
 def time_interleaved(
     functions: dict[str, Callable[[], Any]],
     *,
@@ -34,7 +46,7 @@ def time_interleaved(
     min_seconds: float = 0.5,
     max_seconds: float = 30.0,
     warmup: int = 3,
-) -> dict[str, dict[str, float]]:
+) -> Timing:
     """Times the functions in turn, the order rotating from round to round, so that whatever else the machine
     does meets all of them alike.
 
@@ -46,9 +58,6 @@ def time_interleaved(
             touches has left the caches by its next turn; with many it is in them.
         rounds: at least this many rounds; more until ``min_seconds`` have been measured, and fewer, but at least 5,
             once ``max_seconds`` have: one slow contestant must not make a case endless.
-
-    Returns:
-        For each name ``median``, ``p20``, ``p80`` in microseconds, and ``rounds``.
     """
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     samples: dict[str, list[float]] = {name: [] for name in functions}
@@ -84,7 +93,7 @@ def time_interleaved(
             done += 1
     finally:
         gc.enable()
-    return {name: summary(times) for name, times in samples.items()}
+    return Timing(samples)
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -97,9 +106,11 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-def ratio(timing: dict[str, dict[str, float]], slow: str, fast: str) -> float:
-    """How many times faster ``fast`` is than ``slow``, by medians."""
-    return round(timing[slow]["median"] / timing[fast]["median"], 2)
+def ratio(timing: Timing, slow: str, fast: str, digits: int = 2) -> float:
+    """How many times faster ``fast`` is than ``slow``: the median of the rounds' ratios. A machine that is slow for a
+    while slows both in a round."""
+    pairs = zip(timing.samples[slow], timing.samples[fast], strict=True)
+    return round(statistics.median(a / b for a, b in pairs), digits)
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:

@@ -127,12 +127,12 @@ def int8_case(options: Any, quantise: bool) -> dict[str, Any]:
         rounds=options.rounds,
     )
     best = min(expressions, key=lambda e: timing[e]["median"])
-    copied = 8 * elements / timing["copy_"]["median"]
+    share = moved / (8 * elements)  # of the bytes that copy_ moves
     ratios = {
-        "against torch": round(timing[best]["median"] / timing["fastamp"]["median"], 2),
+        "against torch": ratio(timing, best, "fastamp"),
         **({"against compiled": ratio(timing, "compiled", "fastamp")} if compiled else {}),
-        "bytes per second of copy_": round(moved / timing["fastamp"]["median"] / copied, 2),
-        "the same, new memory": round(moved / timing["fastamp, new memory"]["median"] / copied, 2),
+        "bytes per second of copy_": round(share * ratio(timing, "copy_", "fastamp", 4), 2),
+        "the same, new memory": round(share * ratio(timing, "copy_", "fastamp, new memory", 4), 2),
     }
     return {
         "case": f"int8 {'quantise' if quantise else 'dequantise'}, {elements >> 20} Mi float32",
@@ -158,13 +158,13 @@ def format_case(options: Any, format: str, dtype: torch.dtype, stochastic: bool 
         rounds=options.few,
     )
     moved = (out[0].numel() * out[0].element_size() + out[1].numel() * 4) / elements + dtype.itemsize
-    copied = 2 * dtype.itemsize / timing["copy_"]["median"]
+    share = moved / (2 * dtype.itemsize)  # of the bytes that copy_ moves
     rounding = ", stochastic" if stochastic else ""
     return {
         "case": f"{format}{rounding}, {elements >> 20} Mi {str(dtype).removeprefix('torch.')}",
         "timing": timing,
         "ratios": {
-            f"{what}: bytes per second of copy_": round(moved / timing[f"fastamp {what}"]["median"] / copied, 2)
+            f"{what}: bytes per second of copy_": round(share * ratio(timing, "copy_", f"fastamp {what}", 4), 2)
             for what in ("quantise", "dequantise")
         },
     }

@@ -163,7 +163,7 @@ def accumulate_case(options: Any, dtype: torch.dtype, elements: int, copied: flo
 def main() -> int:
     options = arguments("unscale", __doc__, devices=("cpu", "cuda"))
     elements = ELEMENTS // 64 if options.quick else ELEMENTS
-    options.rounds, options.compile = (3, False) if options.quick else (15, True)
+    options.rounds, options.compile = (3, False) if options.quick else (31, True)
     options.baselines, outcome = available(options.device)
     copied = copy_speed(options.device, 16 if options.quick else 256)
     single, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16

@@ -66,7 +66,7 @@ def activation_storage(content: dict[str, Any]) -> Any:
     colours = [ORANGE if name in torchs or name.startswith("hooks in torch") else BLUE for name in names]
     for axes, values, form in (
         (kept, [cases[name]["saved"] / plain["saved"] for name in names], "{:.3f}"),
-        (time, [cases[name]["us"]["median"] / plain["us"]["median"] for name in names], "{:.2f}"),
+        (time, [cases[name]["time"] for name in names], "{:.2f}"),
     ):
         bars = axes.barh(range(len(names)), values, color=colours)
         axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=7)

@@ -25,7 +25,7 @@ def duration(microseconds: float) -> str:
 def conditions(content: dict[str, Any]) -> str:
     machine = content["machine"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    what = content.get("what", "medians of interleaved runs")
+    what = content.get("what", "medians of interleaved runs and of their ratios")
     return f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; {what}"
 
 

@@ -44,6 +44,14 @@ def test_slower_by_more_than_the_noise(module):
     assert slower(results(50.0), slow_machine) == []
 
 
+def test_a_ratio_is_that_of_the_rounds(module):
+    """The machine is slow while two of three rounds run, and in one of them for the first contestant alone."""
+    harness = module("_harness")
+    found = harness.Timing({"torch": [20.0, 200.0, 300.0], "fastamp": [10.0, 100.0, 10.0]})
+    assert harness.ratio(found, "torch", "fastamp") == 2.0
+    assert found["torch"]["median"] == 200.0 and found["fastamp"]["median"] == 10.0
+
+
 def test_a_case_that_is_new_is_not_slower(module):
     assert module("_harness").slower({"results": []}, results(50.0)) == []
 
