@@ -33,7 +33,8 @@ def axes_of(title: str, count: int = 1, height: float = 4.0) -> tuple[Any, Any]:
 
 def conditions(content: dict[str, Any]) -> str:
     machine = content["machine"]
-    return f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}"
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    return f"{machine['processor']}, {threads}, torch {machine['torch']}"
 
 
 def sizes(content: dict[str, Any]) -> Any:
@@ -69,8 +70,9 @@ def activation_storage(content: dict[str, Any]) -> Any:
         (time, [cases[name]["time"] for name in names], "{:.2f}"),
     ):
         bars = axes.barh(range(len(names)), values, color=colours)
-        axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=7)
         axes.axvline(1, color="black", linewidth=0.6)
+        ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # where a label crosses the line
+        axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=7, bbox=ground)
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
     kept.set_yticks(range(len(names)), names, fontsize=7)
