@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -20,6 +21,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/headeronly/version.h>
 
+#include "buckets.h"
 #include "check.h"
 #include "launchers.h"
 #include "layout.h"
@@ -65,24 +67,9 @@ void count_write(const at::Tensor& tensor) {
 struct DeviceGradients {
   explicit DeviceGradients(c10::Device device) : device(device) {}
 
-  // fn(span, last) for each dtype that has gradients.
-  template <class Fn>
-  void for_each_span(const Fn& fn) const {
-    int last = -1;
-    for (int d = 0; d < 4; ++d)
-      if (!dense[d].empty() || !strided[d].empty()) last = d;
-    for (int d = 0; d <= last; ++d) {
-      if (dense[d].empty() && strided[d].empty()) continue;
-      fn(TensorSpan{static_cast<DType>(d), dense[d].data(), static_cast<int64_t>(dense[d].size()), strided[d].data(),
-                    static_cast<int64_t>(strided[d].size())},
-         d == last);
-    }
-  }
-
   c10::Device device;
-  std::vector<at::Tensor> grads;  // keeps what the references below point to
-  std::array<std::vector<TensorRef>, 4> dense;
-  std::array<std::vector<StridedRef>, 4> strided;
+  std::vector<at::Tensor> grads;  // keeps what the buckets point to
+  Buckets buckets;
 };
 
 // As Python writes it: "torch.float32".
@@ -159,19 +146,20 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
   void* const data = numel == 0 ? nullptr
                                 : static_cast<char*>(impl->unsafe_storage().mutable_data()) +
                                       impl->storage_offset() * static_cast<int64_t>(impl->itemsize());
-  const auto d = static_cast<size_t>(dtype);
+  Bucket& bucket = to.buckets.by_dtype[static_cast<size_t>(dtype)];
   if (layout == Layout::kDense || numel == 0) {
-    if (to.dense[d].empty()) to.dense[d].reserve(to.grads.capacity() - to.grads.size());
+    if (bucket.dense.empty()) bucket.dense.reserve(to.grads.capacity() - to.grads.size());
     __builtin_prefetch(data);
-    to.dense[d].push_back({data, nullptr, numel, index});
+    bucket.dense.push_back({data, nullptr, numel, index});
   } else {
     strided.data = data;
     strided.source = nullptr;
     strided.numel = numel;
     strided.index = index;
-    to.strided[d].push_back(strided);
+    bucket.strided.push_back(strided);
   }
   to.grads.push_back(grad);
+  ++to.buckets.count;
 }
 
 // The gradients of a list of parameters, each found in steps. A gradient is a chain of dependent loads away from the
@@ -263,6 +251,7 @@ class GradientBuckets {
   }
   const std::vector<at::Tensor>& grads(c10::Device device) const { return on(device).grads; }
   const std::vector<at::Tensor>& other() const { return other_; }
+  const std::vector<std::pair<Py_ssize_t, Py_ssize_t>>& other_at() const { return other_at_; }
   py::object first_fp16() const {
     return fp16_group_ < 0 ? py::object(py::none()) : py::make_tuple(fp16_group_, fp16_param_);
   }
@@ -277,7 +266,8 @@ class GradientBuckets {
     const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
     launch(device, [&](const Launchers* l, void* stream) {
-      g.for_each_span([&](const TensorSpan& span, bool) { l->unscale(span, inv, found, stream); });
+      g.buckets.for_each_in_turn(device.is_cuda(),
+                                 [&](const TensorSpan& span, bool) { l->unscale(span, inv, found, stream); });
     });
     count_writes(g.grads);
     count_write(found_inf);
@@ -287,7 +277,7 @@ class GradientBuckets {
     const DeviceGradients& g = on(device);
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
     launch(device, [&](const Launchers* l, void* stream) {
-      g.for_each_span([&](const TensorSpan& span, bool) { l->check(span, found, stream); });
+      g.buckets.for_each([&](const TensorSpan& span, bool) { l->check(span, found, stream); });
     });
     count_write(found_inf);
   }
@@ -295,11 +285,14 @@ class GradientBuckets {
   std::pair<at::Tensor, at::Tensor> unscale_norm(c10::Device device, const at::Tensor& inv_scale,
                                                  const at::Tensor& found_inf) const {
     const DeviceGradients& g = on(device);
-    const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
+    const bool repeats = g.buckets.repeats();
+    if (repeats) unscale(device, inv_scale, found_inf);  // the norm is of what all of the list's divisions leave
+    const at::Tensor factor = repeats ? at::ones({}, inv_scale.options()) : inv_scale;
+    const auto* inv = static_cast<const float*>(scalar(factor, "inv_scale", device));
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
     const auto count = static_cast<int64_t>(g.grads.size());
     bool float64 = true;
-    g.for_each_span([&](const TensorSpan& span, bool) { float64 &= span.dtype == DType::kFloat64; });
+    g.buckets.for_each([&](const TensorSpan& span, bool) { float64 &= span.dtype == DType::kFloat64; });
     const at::TensorOptions options = at::TensorOptions().device(device);
     const at::ScalarType dtype = float64 ? at::kDouble : at::kFloat;
     at::Tensor total = at::empty({}, options.dtype(dtype)), norms = at::empty({count}, options.dtype(dtype));
@@ -318,7 +311,7 @@ class GradientBuckets {
       const at::Tensor ticket =
           l->is_capturing(stream) ? zeros() : tickets.get(device.is_cuda() ? device.index() : -1, stream, zeros);
       output.ticket = static_cast<unsigned*>(ticket.data_ptr());
-      g.for_each_span([&](const TensorSpan& span, bool last) {
+      g.buckets.for_each([&](const TensorSpan& span, bool last) {
         output.finish = last;
         l->unscale_norm(span, inv, found, output, stream);
       });
@@ -333,7 +326,8 @@ class GradientBuckets {
     const bool float64 = coefficient.scalar_type() == at::kDouble;
     const void* by = scalar(coefficient, "coefficient", device, float64 ? at::kDouble : at::kFloat);
     launch(device, [&](const Launchers* l, void* stream) {
-      g.for_each_span([&](const TensorSpan& span, bool) { l->clip(span, {by, float64}, stream); });
+      g.buckets.for_each_in_turn(device.is_cuda(),
+                                 [&](const TensorSpan& span, bool) { l->clip(span, {by, float64}, stream); });
     });
     count_writes(g.grads);
   }
@@ -346,7 +340,13 @@ class GradientBuckets {
       throw py::error_already_set();
     }
     const py::object grad = py::reinterpret_borrow<py::object>(param).attr("grad");
-    if (!grad.is_none()) take(THPVariable_Unpack(grad.ptr()), group, index, 1);
+    if (grad.is_none()) return;
+    if (!THPVariable_Check(grad.ptr())) {
+      PyErr_Format(PyExc_TypeError, "the gradient of params[%zd] in group %zd must be a tensor, got %s", index, group,
+                   Py_TYPE(grad.ptr())->tp_name);
+      throw py::error_already_set();
+    }
+    take(THPVariable_Unpack(grad.ptr()), group, index, 1);
   }
 
   // `expected` is how many more gradients may come.
@@ -358,6 +358,7 @@ class GradientBuckets {
     }
     if (!is_plain(grad)) {
       other_.push_back(grad);
+      other_at_.emplace_back(group, param);
       return;
     }
     for (auto& d : by_device_)
@@ -389,6 +390,7 @@ class GradientBuckets {
 
   std::vector<DeviceGradients> by_device_;
   std::vector<at::Tensor> other_;
+  std::vector<std::pair<Py_ssize_t, Py_ssize_t>> other_at_;
   Py_ssize_t fp16_group_ = -1, fp16_param_ = -1;
   int64_t count_ = 0;
 };
@@ -460,6 +462,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const py::iterable&>(), py::arg("param_groups"))
       .def_property_readonly("devices", &GradientBuckets::devices)
       .def_property_readonly("other", &GradientBuckets::other)
+      .def_property_readonly("other_at", &GradientBuckets::other_at)
       .def_property_readonly("first_fp16", &GradientBuckets::first_fp16)
       .def_property_readonly("count", &GradientBuckets::count)
       .def("grads", &GradientBuckets::grads, py::arg("device"))

@@ -8,6 +8,8 @@
 
 namespace fastamp {
 
+constexpr int kMaxTensorDims = 64;  // torch's own limit; a complex tensor has one more here
+
 enum class Layout { kDense, kStrided, kOverlapping, kTooManyDims };
 
 // Classifies a tensor and, where it has gaps, fills ref's dim, sizes and strides. With source_strides given, the
@@ -25,13 +27,10 @@ inline Layout classify_layout(int64_t dim, const int64_t* sizes, const int64_t* 
   }
   if (contiguous) return Layout::kDense;
 
-  int64_t order[kMaxDims];
+  int64_t order[kMaxTensorDims + 1];
   int kept = 0;
-  for (int64_t d = 0; d < dim; ++d) {
-    if (sizes[d] == 1) continue;
-    if (kept == kMaxDims) return Layout::kTooManyDims;
-    order[kept++] = d;
-  }
+  for (int64_t d = 0; d < dim; ++d)
+    if (sizes[d] != 1) order[kept++] = d;
   std::sort(order, order + kept, [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
 
   ref->dim = 0;
@@ -41,7 +40,7 @@ inline Layout classify_layout(int64_t dim, const int64_t* sizes, const int64_t* 
     const int64_t d = order[i], stride = strides[d];
     const int64_t source_stride = source_strides ? source_strides[d] : 0;
     // Each dimension has to step over everything inside it. Layouts that interleave without meeting
-    // (sizes 2x2, strides 2 and 3) are refused too: nothing makes them in practice.
+    // (sizes 3x2, strides 2 and 3) are refused too: nothing makes them in practice.
     if (stride <= reach) return Layout::kOverlapping;
     reach += stride * (sizes[d] - 1);
     same_order &= !source_strides || source_stride == stride;
@@ -51,6 +50,7 @@ inline Layout classify_layout(int64_t dim, const int64_t* sizes, const int64_t* 
     if (merges) {
       ref->sizes[last] *= sizes[d];
     } else {
+      if (ref->dim == kMaxDims) return Layout::kTooManyDims;
       ref->sizes[ref->dim] = sizes[d];
       ref->strides[ref->dim] = stride;
       ref->source_strides[ref->dim] = source_stride;

@@ -12,7 +12,6 @@ namespace {
 Layout read_layout(const TensorInfo& t, bool complex, const TensorInfo* source, StridedRef* strided) {
   const int64_t* source_strides = source ? source->strides : nullptr;
   if (!complex) return classify_layout(t.dim, t.sizes, t.strides, source_strides, strided);
-  constexpr int kMaxTensorDims = 64;  // torch's own limit
   int64_t sizes[kMaxTensorDims + 1], strides[kMaxTensorDims + 1], other[kMaxTensorDims + 1];
   for (int64_t d = 0; d < t.dim; ++d) {
     sizes[d] = t.sizes[d];

@@ -5,7 +5,6 @@
 // which costs half as much again (0.24 against 0.16 us an element).
 #pragma once
 
-#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,6 +14,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "buckets.h"
 #include "check.h"
 #include "launchers.h"
 #include "layout.h"
@@ -58,32 +58,6 @@ struct KernelDType {
   bool complex;
 };
 std::optional<KernelDType> kernel_dtype(int32_t code);
-
-// Tensors of one list, sorted by dtype, ready for the launchers.
-struct Bucket {
-  std::vector<TensorRef> dense;
-  std::vector<StridedRef> strided;
-  bool empty() const { return dense.empty() && strided.empty(); }
-};
-struct Buckets {
-  std::array<Bucket, 4> by_dtype;  // indexed by DType
-  int64_t count = 0;               // tensors in the list
-
-  // fn(span, last) for each dtype that has tensors; last is true in the last call.
-  template <class Fn>
-  void for_each(const Fn& fn) const {
-    int last = -1;
-    for (int d = 0; d < 4; ++d)
-      if (!by_dtype[d].empty()) last = d;
-    for (int d = 0; d <= last; ++d) {
-      const Bucket& b = by_dtype[d];
-      if (b.empty()) continue;
-      const TensorSpan span{static_cast<DType>(d), b.dense.data(), static_cast<int64_t>(b.dense.size()),
-                            b.strided.data(), static_cast<int64_t>(b.strided.size())};
-      fn(span, d == last);
-    }
-  }
-};
 
 // An op's Tensor[] argument. Owns the list, which keeps the tensors alive.
 class TensorList {

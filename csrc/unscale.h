@@ -9,6 +9,7 @@
 //   accumulate  m = m + float(g) * inv_scale, each operation rounded to float; found_inf = 1 if any stored m is
 //               not finite
 // found_inf is only ever set to 1, never cleared: several launches combine into one flag.
+// No memory may be listed twice in a span that is written: threads share out its elements (buckets.h makes turns).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,10 @@ namespace fastamp {
 // Upper bound of the blocks (CUDA) or chunks a tensor list is cut into for the norm; the partial sums of one call
 // number at most kMaxNormBlocks + tensors, so that no workspace grows with the gradients.
 constexpr int64_t kMaxNormBlocks = 4096;
+
+// A list of up to this many elements is one chunk, and one thread's, on the CPU. Small enough to share among threads
+// and stay in the second-level cache; large enough that a chunk costs far more than handing it out.
+constexpr int64_t kMinChunkElements = 1 << 15;
 
 // Where unscale_norm leaves its sums. A call covers the tensors of one span; the call with `finish` set also
 // computes the total over sum_of_squares[0, count), which earlier calls on the same stream have filled.

@@ -64,11 +64,13 @@ class GradientBuckets:
     Attributes:
         devices: devices with kernels that hold gradients, in order of first appearance.
         other: gradients that need torch's own path.
+        other_at: (group index, parameter index within the group) of each of them.
         first_fp16: (group index, parameter index within the group) of the first float16 gradient, or None.
         count: gradients found, ``other`` included.
 
     Raises:
         AssertionError: a parameter is not a tensor.
+        TypeError: a gradient is not a tensor.
         RuntimeError: a plain gradient is neither floating-point nor complex, or overlaps itself. Raised here,
             before anything is written on any device.
     """
@@ -76,23 +78,28 @@ class GradientBuckets:
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         self._by_device: dict[torch.device, list[Tensor]] = {}
         self.other: list[Tensor] = []
+        self.other_at: list[tuple[int, int]] = []
         self.first_fp16: tuple[int, int] | None = None
         self.count = 0
         for group_index, group in enumerate(param_groups):
             for param_index, param in enumerate(group["params"]):
                 if not isinstance(param, Tensor):
                     raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
-                if param.grad is not None:
-                    self._take(param.grad, group_index, param_index)
+                grad = param.grad  # once: a class of its own may make another each time
+                if grad is not None:
+                    self._take(grad, group_index, param_index)
 
     def _take(self, grad: Tensor, group_index: int, param_index: int) -> None:
+        what = f"the gradient of params[{param_index}] in group {group_index}"
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"{what} must be a tensor, got {type(grad).__name__}")
         self.count += 1
         if self.first_fp16 is None and grad.dtype == torch.float16:
             self.first_fp16 = (group_index, param_index)
         if not _is_plain(grad):
             self.other.append(grad)
+            self.other_at.append((group_index, param_index))
             return
-        what = f"the gradient of params[{param_index}] in group {group_index}"
         if grad.dtype not in _DTYPES:
             raise RuntimeError(f"{what} must be a floating-point or complex tensor, got {grad.dtype}")
         if not grad.is_contiguous() and _overlaps_itself(grad):
@@ -143,7 +150,9 @@ def unscale_on_one_device(
 
 def update_scale_(scale: Tensor, *args: Any) -> None:
     """:func:`fastamp.ops.update_scale_` with all arguments by position and checked."""
-    (_library.host if _library.host and type(scale) is Tensor else ops).update_scale_(scale, *args)
+    found_infs = args[1]
+    few = len(found_infs) <= ops.MAX_FOUND_INFS
+    (_library.host if _library.host and type(scale) is Tensor and few else ops).update_scale_(scale, *args)
 
 
 def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:

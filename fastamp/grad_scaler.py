@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
@@ -9,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -381,8 +382,7 @@ class GradScaler(torch.amp.GradScaler):
         device = scale.device if scale is not None else buckets.other[0].device
         if inv_scale is None:
             inv_scale = _scalars.one(device)
-        others = {id(grad) for grad in buckets.other}
-        params = [p for p in _parameters(optimizer) if p.grad is not None and id(p.grad) in others]
+        params = [optimizer.param_groups[group]["params"][index] for group, index in buckets.other_at]
         found = super()._unscale_grads_(_Params(params), inv_scale, new_found_inf(device), True)  # type: ignore[arg-type]
         for device, flag in found.items():
             own = found_infs.setdefault(device, flag)
@@ -439,7 +439,8 @@ class GradScaler(torch.amp.GradScaler):
         ``unscale_`` has seen already is read once. Given parameters, their gradients are clipped as they are,
         which is allowed once an optimizer has been unscaled. Where an overflow was found, gradients are left
         unclipped: the step will be skipped, and :meth:`overflow_report` can still tell which gradients were
-        at fault.
+        at fault. (Parameters given while several optimizers are unscaled are clipped whatever was found, as by
+        torch: one of the optimizers may step.)
 
         No sync, unless ``error_if_nonfinite`` is set. See :func:`fastamp.clip_grad_norm_` for the formula and
         how the norm is rounded. With ``norm_type`` other than 2 the norm takes a second read. The norm is
@@ -452,7 +453,8 @@ class GradScaler(torch.amp.GradScaler):
             error_if_nonfinite: raise if the norm is NaN or infinite. Gradients have been unscaled by then.
             fold: with a fused optimizer (one that unscales in its own step) leave the clip to its step:
                 gradients are only read here, and divided once by ``scale / coefficient`` there. Until then
-                they stay scaled.
+                they stay scaled; where the norm of the scaled gradients is not finite (in float32: beyond
+                1.8e19) the step is skipped and the scale backed off, as at any overflow.
                 Rounding differs from clipping first: the divisor is rounded to float32 and the quotient once
                 more (relative error up to 2**-23 against two products' 2**-22). Without effect for other
                 optimizers, other norms, and gradients that take torch's own path.
@@ -486,6 +488,7 @@ class GradScaler(torch.amp.GradScaler):
         norm_type: float,
         error_if_nonfinite: bool,
     ) -> Tensor:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         states = [s for s in self._per_optimizer_states.values() if s["stage"] is OptState.UNSCALED]
         if not states:
             raise RuntimeError(
@@ -493,15 +496,18 @@ class GradScaler(torch.amp.GradScaler):
                 "update(), so their gradients are still multiplied by the scale. Call "
                 "scaler.unscale_(optimizer) first, or pass the optimizer in place of its parameters."
             )
-        _refuse_folded(states)
-        found_infs = [f for state in states for f in state["found_inf_per_device"].values()]
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _refuse_folded(states, parameters)
         buckets = gradient_buckets([{"params": parameters}])
         if buckets.other:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         total = clip.total_norm(buckets, norm_type)
         if error_if_nonfinite:
             clip.raise_if_nonfinite(total, norm_type)
+        # Which optimizer has the parameters is not known. With one there is no question, but if they are not its own
+        # the norm tells that its overflow is not theirs; of several, one may step with what is left here.
+        found_infs = list(states[0]["found_inf_per_device"].values()) if len(states) == 1 else []
+        if found_infs:
+            found_infs = [_combine(found_infs, total.device).minimum(_is_nonfinite(total))]
         _clip_unless_overflown_(buckets, total, max_norm, found_infs)
         return total
 
@@ -516,7 +522,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
-        _refuse_folded([state])
+        _refuse_folded([state], None)
         fold = fold and norm_type == 2.0 and _unscales_in_step(optimizer)
         ready = state["stage"] is OptState.READY
         own = norm_type == 2.0 and self._is_own("unscale_") and self._is_own("_unscale_grads_")
@@ -534,6 +540,11 @@ class GradScaler(torch.amp.GradScaler):
             inv_scale = self._scale.reciprocal()
             with profiling.span("unscale"):
                 total, found_infs = _norm_pass(buckets, None if fold else inv_scale)
+            if fold:
+                # Squares of scaled gradients may overflow where those of unscaled ones would not: too large a scale.
+                overflown = _is_nonfinite(total)
+                for found_inf in found_infs.values():
+                    torch.maximum(found_inf, _move(overflown, found_inf.device), out=found_inf)
             found_infs = self._over_group(found_infs)
             if fold:
                 total = total * _move(inv_scale, total.device)
@@ -560,7 +571,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = self._scale / coefficient if scaled else coefficient.reciprocal()
         existing = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = divisor if existing is None else divisor * existing
-        state["folded"] = optimizer
+        state["folded"] = _Folded(optimizer, existing)
 
     # ---- the step ------------------------------------------------------------------------------------------
 
@@ -650,17 +661,22 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError(_no_checks_message(optimizer))
         else:
             found_inf = _scalars.zero(scale.device)
-        grad_scale = getattr(optimizer, "grad_scale", None)
+        grad_scale = existing = getattr(optimizer, "grad_scale", None)
         if ready:
             grad_scale = scale if grad_scale is None else scale * grad_scale
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = found_inf
         try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            # A grad_scale left behind by a step that raised would be multiplied in twice by the next.
-            del optimizer.grad_scale
+            retval = optimizer.step(*args, **kwargs)
+        except BaseException:
+            # For another try: our factor would be multiplied in twice by the next step; the user's, or a folded clip,
+            # must not be lost.
+            _set_grad_scale(optimizer, existing)
             del optimizer.found_inf
+            raise
+        _set_grad_scale(optimizer, None)
+        del optimizer.found_inf
+        return retval
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -880,6 +896,11 @@ def _clip_unless_overflown_(buckets: GradientBuckets, total: Tensor, max_norm: f
     clip.clip_buckets_(buckets, coefficient)
 
 
+def _is_nonfinite(total: Tensor) -> Tensor:
+    """1 if a norm is not finite, else 0: float32, on the norm's device."""
+    return (total - total != 0).float()
+
+
 def _unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_grad_scaler(optimizer)
 
@@ -901,8 +922,25 @@ def _takes_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return known
 
 
-def _refuse_folded(states: Iterable[dict[str, Any]]) -> None:
-    if any("folded" in state for state in states):
+class _Folded(NamedTuple):
+    """A clip that waits for the optimizer's step, and the ``grad_scale`` that the user had set before."""
+
+    optimizer: Any
+    grad_scale: Tensor | None
+
+
+def _set_grad_scale(optimizer: Any, value: Tensor | None) -> None:
+    if value is not None:
+        optimizer.grad_scale = value
+        return
+    with contextlib.suppress(AttributeError):
+        del optimizer.grad_scale
+
+
+def _refuse_folded(states: Iterable[dict[str, Any]], parameters: list[Tensor] | None) -> None:
+    """Raises if a folded clip waits for any of the parameters (None: for any at all)."""
+    clipped = {id(p) for state in states if "folded" in state for p in _parameters(state["folded"].optimizer)}
+    if clipped and (parameters is None or any(id(p) in clipped for p in parameters)):
         raise RuntimeError(
             "clip_grad_norm_: a clip with fold=True is waiting for the optimizer's step, and its gradients "
             "are still scaled. Clip once for each step, or without fold."
@@ -911,9 +949,9 @@ def _refuse_folded(states: Iterable[dict[str, Any]]) -> None:
 
 def _drop_folded_clip(state: dict[str, Any]) -> None:
     """An iteration that ended without the step must not leave its clip to the next."""
-    optimizer = state.get("folded")
-    if optimizer is not None and state["stage"] is not OptState.STEPPED:
-        del optimizer.grad_scale
+    folded: _Folded | None = state.get("folded")
+    if folded is not None and state["stage"] is not OptState.STEPPED:
+        _set_grad_scale(folded.optimizer, folded.grad_scale)
 
 
 # ---- checks and messages -----------------------------------------------------------------------------------
@@ -957,7 +995,7 @@ def _fp16_message(optimizer: torch.optim.Optimizer, group_index: int, param_inde
     group = optimizer.param_groups[group_index]
     param = group["params"][param_index]
     names = group.get("param_names")
-    name = f" ({names[param_index]!r})" if names else ""
+    name = f" ({names[param_index]!r})" if names and param_index < len(names) else ""
     return (
         f"Attempting to unscale FP16 gradients. Parameter {param_index}{name} of group {group_index} of "
         f"{type(optimizer).__name__}, of shape {tuple(param.shape)}, has a torch.float16 gradient, where "

@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+# Of update_scale_'s kernel: kMaxFoundInfs of csrc/scale.h.
+MAX_FOUND_INFS = 256
+
+
 def unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiplies gradients by `inv_scale` in place and looks for non-finite results, in one pass.
 
@@ -154,7 +158,8 @@ def update_scale_(
     Args:
         scale: float32, one element.
         growth_tracker: int32, one element: steps without overflow since the last growth.
-        found_infs: one to 256 float32 tensors of one element, on the scale's device.
+        found_infs: one or more float32 tensors of one element, on the scale's device. More than 256 are first
+            combined by operators of torch's.
         growth_factor, backoff_factor: the scale's factors.
         growth_interval: steps without overflow before the scale grows.
         min_scale, max_scale: bounds of what backing off and growing may set.
@@ -165,7 +170,7 @@ def update_scale_(
         RuntimeError: a tensor of another dtype, size or device, no or too many `found_infs`, `min_scale` above
             `max_scale`, an interval or a hysteresis below 1.
     """
-    if len(found_infs) > 256:
+    if len(found_infs) > MAX_FOUND_INFS:
         found_infs = [torch.stack([f.reshape(()) for f in found_infs]).amax()]
     _ops.update_scale_(
         scale,

@@ -8,6 +8,7 @@ them. `unpatch()` takes the stand-ins back out, also of modules that were import
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import gc
@@ -30,7 +31,7 @@ from fastamp import checkpointing, grad_scaler, storage
 __all__ = ["is_patched", "patch", "patched", "unpatch"]
 
 
-class StandIn(type):
+class StandIn(abc.ABCMeta):  # users' own subclasses may be abstract
     """A class that stands in for one of torch's: instances of torch's class count as its instances too."""
 
     _stands_for: type

@@ -8,6 +8,9 @@ from fastamp.grad_scaler import GradScaler
 
 __all__ = ["step_scheduler"]
 
+# An object may have any attribute that it is asked for, or be its own `.optimizer`.
+_MAX_WRAPPERS = 16
+
 
 def step_scheduler(scaler: GradScaler, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
     """`scheduler.step(*args, **kwargs)`, unless the scaler skipped the optimizer's step.
@@ -47,7 +50,9 @@ def step_scheduler(scaler: GradScaler, scheduler: Any, *args: Any, **kwargs: Any
 
 def _was_skipped(scaler: GradScaler, optimizer: Any) -> bool:
     stepped = scaler._history.steps if scaler._history is not None else {}
-    while optimizer is not None:
+    for _ in range(_MAX_WRAPPERS):
+        if optimizer is None:
+            break
         if id(optimizer) in stepped:
             return scaler.step_was_skipped_for(optimizer)
         optimizer = getattr(optimizer, "optimizer", None)

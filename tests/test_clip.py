@@ -298,6 +298,41 @@ def test_an_overflow_is_noticed_and_left_unclipped():
         assert scaler.get_scale() == 500.0
 
 
+@pytest.mark.parametrize("jointly", [False, True])
+@pytest.mark.parametrize("poison", [INF, NAN])
+def test_another_optimizers_overflow_is_not_these_parameters(poison, jointly):
+    """Two optimizers, as of a GAN: the one that steps takes the step that torch's calls make it take."""
+    results = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        (g,), of_g = with_grads(torch.tensor([poison, 1.0]))
+        (d,), of_d = with_grads(torch.tensor([600.0, 800.0]))
+        scaler = kind("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(of_g)
+        scaler.unscale_(of_d)
+        clip = scaler.clip_grad_norm_ if kind is GradScaler else torch.nn.utils.clip_grad_norm_
+        for params in [[g, d]] if jointly else [[g], [d]]:
+            clip(params, 1.0)
+        scaler.step(of_g)
+        scaler.step(of_d)
+        scaler.update()
+        results.append((g.detach(), d.detach(), scaler.get_scale()))
+    mine, theirs = results
+    assert mine[2] == theirs[2] and torch.equal(mine[0], theirs[0])
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_parameters_that_are_not_the_overflown_optimizers():
+    (g,), of_g = with_grads(torch.tensor([INF, 1.0]))
+    (d,), _ = with_grads(torch.tensor([600.0, 800.0]))
+    scaler = started()
+    scaler.unscale_(of_g)
+    scaler.clip_grad_norm_([d], 1.0)
+    torch.testing.assert_close(d.grad, torch.tensor([0.6, 0.8]))
+    scaler.clip_grad_norm_([g], 1.0)
+    assert g.grad[0] == INF
+
+
 def test_gradients_made_nonfinite_after_unscale_clip_as_in_torch():
     """found_inf is not looked for again: the step is taken, with what torch's clip makes of the gradients."""
     mine, theirs = filled(), filled()
@@ -463,6 +498,58 @@ def test_fold_and_overflow(poison):
     assert scaler.step_was_skipped
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
     assert [e.name for e in scaler.overflow_report((str(i), p) for i, p in enumerate(params))] == ["4"]
+
+
+def test_a_folded_clip_outlives_a_step_that_raised():
+    """What a user's preset was is there again as well: for another try, and where none comes."""
+    results = []
+    for tries in (1, 2):
+        params, optimizer = with_grads(torch.tensor([30.0, 40.0]), fused=True)
+        optimizer.grad_scale = preset = torch.tensor(4.0)
+        scaler = started(init_scale=10.0)
+        scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
+        if tries == 2:
+            optimizer.step = lambda: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                scaler.step(optimizer)
+            del optimizer.step
+        scaler.step(optimizer)
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+        results.append(params[0].detach())
+    assert torch.equal(*results)
+
+    params, optimizer = with_grads(torch.tensor([30.0, 40.0]), fused=True)
+    optimizer.grad_scale = preset
+    scaler = started(init_scale=10.0)
+    scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
+    optimizer.step = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.grad_scale is preset
+
+
+def test_a_fold_of_too_large_a_scale_backs_it_off():
+    """Squares of the scaled gradients overflow, so their norm is not known."""
+    params, optimizer = with_grads(torch.full((4,), 1e-3) * 2.0**100, fused=True)
+    scaler = started(init_scale=2.0**100)
+    assert scaler.clip_grad_norm_(optimizer, 1.0, fold=True).item() == INF
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped and torch.equal(params[0], torch.zeros(4))
+    scaler.update()
+    assert scaler.get_scale() == 2.0**99
+
+
+def test_parameters_of_one_optimizer_while_anothers_is_folded():
+    (p,), folded = with_grads(torch.tensor([30.0, 40.0]), fused=True)
+    (q,), other = with_grads(torch.tensor([60.0, 80.0]))
+    scaler = started(init_scale=10.0)
+    scaler.clip_grad_norm_(folded, 1.0, fold=True)
+    scaler.unscale_(other)
+    with pytest.raises(RuntimeError, match="fold=True is waiting"):
+        scaler.clip_grad_norm_([p], 1.0)
+    assert scaler.clip_grad_norm_([q], 1.0).item() == pytest.approx(10.0)
+    torch.testing.assert_close(q.grad, torch.tensor([0.6, 0.8]))
 
 
 def test_a_fold_whose_step_never_came_is_dropped():

@@ -734,6 +734,72 @@ def test_step_is_looked_up_when_it_is_called():
         assert calls == ([(None,)] if value == 1.0 else [])
 
 
+def test_hundreds_of_optimizers():
+    """One for each parameter, as where each steps in backward; more flags than a kernel's arguments hold."""
+    results = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        params = [torch.nn.Parameter(torch.full((2,), float(i))) for i in range(300)]
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in params]
+        scaler = kind("cpu", init_scale=4.0, growth_interval=1)
+        for factor in (1.0, INF, 2.0):
+            scaler.scale(sum((p * p).sum() for p in params)).backward()
+            params[299].grad.mul_(factor)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        results.append((scaler.get_scale(), [p.detach() for p in params]))
+    assert results[0][0] == results[1][0] == 8.0
+    assert all(same_bits(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("numel", [3, 200_000])
+def test_a_parameter_listed_twice(numel):
+    """torch warns and divides its gradient twice."""
+    results = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        p, q = (torch.nn.Parameter(torch.zeros(numel)) for _ in range(2))
+        with pytest.warns(UserWarning, match="duplicate"):
+            optimizer = torch.optim.SGD([p, q, p], lr=1.0)
+        scaler = kind("cpu", init_scale=3.0)
+        scaler.scale(torch.ones(()))
+        p.grad, q.grad = torch.full((numel,), 5.0), torch.full((numel,), 7.0)
+        scaler.step(optimizer)
+        results.append((p.detach(), q.detach()))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_grad_property_that_makes_another_wrapper_each_time():
+    class Wrapper(torch.Tensor):
+        pass
+
+    class Odd(torch.nn.Parameter):
+        grad = property(lambda self: self.own.as_subclass(Wrapper))
+
+    odd, plain = Odd(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    odd.own, plain.grad = torch.full((3,), 6.0), torch.full((3,), 9.0)
+    optimizer = torch.optim.SGD([plain, odd], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=3.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    assert odd.own.tolist() == [2.0] * 3 and plain.grad.tolist() == [3.0] * 3
+    odd.own[1] = INF
+    scaler.update()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped
+
+
+def test_gradients_of_many_dimensions():
+    p = torch.nn.Parameter(torch.zeros([2] * 18))
+    p.grad = torch.full([2] * 18, 6.0).transpose(0, 1).transpose(4, 9)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=3.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert (p == -2).all()
+
+
 def test_closures():
     _, optimizer = with_grads(torch.ones(2))
     scaler = started()

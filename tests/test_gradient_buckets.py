@@ -89,7 +89,7 @@ def test_other(buckets, other):
     plain = with_grad(torch.ones(2))
     got = buckets([{"params": [plain, param]}])
     assert got.count == 2
-    assert len(got.other) == 1 and got.other[0] is param.grad
+    assert len(got.other) == 1 and got.other[0] is param.grad and list(got.other_at) == [(0, 1)]
     assert len(got.grads(CPU)) == 1
 
 
@@ -249,6 +249,34 @@ def test_parameter_classes_with_a_grad_of_their_own(buckets):
     assert got.count == 3
     got.unscale(CPU, torch.tensor(0.5), torch.zeros(()))
     assert kept.tolist() == [2.0, 2.0]
+
+
+def test_refuses_gradients_that_are_no_tensors(buckets):
+    class Odd(torch.nn.Parameter):
+        grad = property(lambda self: [1.0, 2.0])
+
+    with pytest.raises(TypeError, match=r"gradient of params\[1\] in group 0 must be a tensor, got list"):
+        buckets([{"params": [with_grad(torch.ones(2)), Odd(torch.zeros(2))]}])
+
+
+@pytest.mark.parametrize("numel", [10, 200_000])
+def test_one_gradient_of_two_parameters_is_divided_twice(buckets, numel):
+    """As torch's CPU path does; not once here and twice there, by threads that meet."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        grad = torch.full((numel,), 8.0)
+        got = buckets([{"params": [with_grad(grad), with_grad(grad), with_grad(torch.ones(3))]}])
+        got.unscale(CPU, torch.tensor(0.5), torch.zeros(()))
+        assert torch.equal(grad, torch.full((numel,), 2.0))
+        total, norms = got.unscale_norm(CPU, torch.tensor(0.5), torch.zeros(()))
+        assert torch.equal(grad, torch.full((numel,), 0.5))
+        assert norms.tolist() == pytest.approx([0.5 * numel**0.5] * 2 + [0.25 * 3**0.5], rel=1e-6)
+        assert total.item() == pytest.approx(norms.double().norm().item(), rel=1e-6)
+        got.clip(CPU, torch.tensor(0.5))
+        assert torch.equal(grad, torch.full((numel,), 0.125))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_long_lists(buckets):

@@ -43,6 +43,7 @@ def strided_tensors(dtype: torch.dtype, rng: torch.Generator, device: torch.devi
         "0-dim": make(1).reshape(()),
         "empty": make(4, 8)[:, 8:],
         "leading ones": make(50, 7)[:, ::2].unsqueeze(0).unsqueeze(2),
+        "20 dimensions": make(*[2] * 12, *[1] * 8).transpose(0, 1).transpose(3, 15),
     }
 
 
@@ -94,6 +95,56 @@ def test_mixed_lists(backend, rng, grid_limit):
             g.check()
             g.tensor.copy_(value)
     assert len(seen) == 1  # the order of the sums does not depend on the schedule
+
+
+@pytest.mark.parametrize("numel", [100, 150_000])
+def test_a_tensor_listed_more_than_once_is_written_once_for_each(backend, numel, rng):
+    """As by torch's CPU path, one after the other. Threads and blocks take parts of all tensors at a time."""
+    x, y, narrow = (random_values(n, torch.float32, rng).to(backend.device) for n in (numel, 77, 64))
+    square = x[: numel // 4 * 4].view(4, -1)
+    lists = [[x, y, x], [y, x, y[:0], x, x], [narrow, x, narrow.view(8, 8).t(), x], [square[:, ::2], y, square[:, ::2]]]
+    factor, threads = scalar(1 / 3, backend.device), torch.get_num_threads()
+    for tensors in lists:
+        originals = {t.data_ptr(): t for t in (x, y, narrow)}
+        before = {at: t.clone() for at, t in originals.items()}
+
+        def result(ops, op, before=before, originals=originals, tensors=tensors):
+            for at, t in originals.items():
+                t.copy_(before[at])
+            found = scalar(0.0, backend.device)
+            norms = getattr(ops, op)(tensors, *([factor] if op == "clip_" else [found, factor]))
+            return [t.clone() for t in originals.values()], found.item(), norms
+
+        try:
+            for op in ("unscale_", "unscale_norm_", "clip_"):
+                expected, found, norms = result(reference, op)
+                for count in (1, 4):
+                    torch.set_num_threads(count)
+                    got = result(backend.ops, op)
+                    assert all_same_bits(got[0], expected) and got[1] == found, (op, count)
+                    if norms is not None:
+                        torch.testing.assert_close(got[2], norms, rtol=1e-6, atol=0)
+        finally:
+            torch.set_num_threads(threads)
+            for at, t in originals.items():
+                t.copy_(before[at])
+
+
+@pytest.mark.parametrize("numel", [100, 150_000])
+def test_accumulating_into_one_tensor_more_than_once(backend, numel, rng):
+    """In the list's order, whatever the dtypes: sums are rounded, so the order shows."""
+    sources = [
+        random_values(numel, dtype, rng).to(backend.device)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float16)
+    ]
+    mains = [random_values(numel, torch.float32, rng).to(backend.device) for _ in range(2)]
+    for order in ([0, 0, 0, 0], [0, 1, 0, 1]):
+        results = []
+        for ops in (reference, backend.ops):
+            copies, found = clones(mains), scalar(0.0, backend.device)
+            ops.accumulate_([copies[i] for i in order], sources, found, scalar(1 / 3, backend.device))
+            results.append((copies, found.item()))
+        assert all_same_bits(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.complex128], ids=dtype_id)

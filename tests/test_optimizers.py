@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import unittest.mock
 import warnings
 
 import pytest
@@ -403,6 +404,22 @@ def test_schedulers_of_other_kinds():
     scaler.update()
     assert fastamp.step_scheduler(scaler, own) and own.steps == 1
     assert fastamp.step_scheduler(scaler, plateau, metrics=3.0) and plateau.best == 3.0
+
+
+def test_wrappers_without_an_end():
+    class Endless:
+        steps = 0
+        optimizer = property(lambda self: self)
+
+        def step(self):
+            self.steps += 1
+
+    scaler = fastamp.GradScaler("cpu")
+    iterate(scaler, [sgd()], float("inf"))
+    scaler.update()
+    endless, anything = Endless(), unittest.mock.Mock()
+    assert not fastamp.step_scheduler(scaler, endless) and endless.steps == 0
+    assert not fastamp.step_scheduler(scaler, anything) and not anything.step.called
 
 
 def test_a_disabled_scaler_never_holds_a_schedule():

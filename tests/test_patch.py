@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import functools
@@ -310,6 +311,23 @@ def test_subclasses():
     assert not isinstance(before, During) and not isinstance(torch.amp.GradScaler("cpu"), During)
     fastamp.unpatch()
     assert isinstance(During("cpu"), torch.amp.GradScaler)
+
+
+def test_an_abstract_subclass():
+    fastamp.patch()
+
+    class Abstract(torch.amp.GradScaler, abc.ABC):
+        @abc.abstractmethod
+        def hook(self):
+            pass
+
+    class Concrete(Abstract):
+        def hook(self):
+            return self.get_scale()
+
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract("cpu")
+    assert Concrete("cpu", init_scale=8.0).hook() == 8.0 and isinstance(Concrete("cpu"), torch.amp.GradScaler)
 
 
 @pytest.mark.parametrize("name", SCALERS)

@@ -18,14 +18,10 @@ using torch::stable::parallel_for;
 // them are the same for any number of threads.
 class Chunks {
  public:
-  // Small enough to share among threads and stay in the second-level cache; large enough that a chunk costs far
-  // more than handing it out.
-  static constexpr int64_t kMinElements = 1 << 15;
-
   explicit Chunks(const TensorSpan& span) : span_(span) {
     int64_t total = 0;
     for (int64_t t = 0; t < span.num_dense; ++t) total += span.dense[t].numel;
-    elements_ = std::max(kMinElements, (total + kMaxNormBlocks - 1) / kMaxNormBlocks);
+    elements_ = std::max(kMinChunkElements, (total + kMaxNormBlocks - 1) / kMaxNormBlocks);
     count_ = (total + elements_ - 1) / elements_;
     if (count_ <= 1) return;
     begin_.reserve(span.num_dense + 1);

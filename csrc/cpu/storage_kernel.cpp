@@ -14,7 +14,7 @@ namespace fastamp::cpu {
 namespace {
 
 // Elements that one thread takes at a time, as in Chunks.
-constexpr int64_t kUnitElements = Chunks::kMinElements;
+constexpr int64_t kUnitElements = kMinChunkElements;
 
 // Results of this size and more leave the caches before they are read again: they are written past them, which spares
 // reading the lines first and made decoding 1.9 times as fast (64 Mi floats, Zen 3).
