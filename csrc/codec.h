@@ -39,13 +39,13 @@ FASTAMP_HD bool is_finite_bits(uint32_t abs_bits) { return abs_bits < kInfinityB
 //               the codes that stand for those. They lie above kMarkedTop in magnitude and are exact codes, so that
 //               encode() needs to know nothing of them.
 //   nearest()   encode(), except that in an ordinary block of an integer format the code of a positive y is never 0: it
-//               is the lowest, in place of whose value ordinary() puts kLeast. (int4 has many such values:
-//               docs/design.md.)
+//               is the lowest.
+//   ordinary()  what a code of an ordinary block decodes to: its value times scale; but `least`, which least_value()
+//               gives, for the lowest code of an integer format.
 
-template <int kLargest, int kPerStep>
+template <int kLargest>
 struct IntegerCodec {
   static constexpr float kTop = kLargest, kMarkedTop = kLargest - 1, kInf = kLargest, kNaN = -(kLargest + 1);
-  static constexpr float kLeast = 1.0f / kPerStep;
 
   // 1.5 * 2^23: the sum's unit is 1, so it is y rounded to nearest even, in two's complement in the low bits.
   static FASTAMP_HD uint32_t encode(float y) { return float_bits(y + 12582912.0f); }
@@ -55,7 +55,7 @@ struct IntegerCodec {
     const bool least = float_bits(y) - 1u < 0x3f000000u && !marked;
     return least ? static_cast<uint32_t>(-(kLargest + 1)) : encode(y);
   }
-  static FASTAMP_HD float ordinary(float v) { return v < -kTop ? kLeast : v; }
+  static FASTAMP_HD float ordinary(float v, float scale, float least) { return v < -kTop ? least : v * scale; }
 
   // floor(y + u) for u = (draw + 1/2) / 2^16. An integer y stays itself for every draw.
   static FASTAMP_HD uint32_t encode_stochastic(float y, uint32_t draw) {
@@ -82,7 +82,7 @@ struct Fp8Codec {
   }
 
   static FASTAMP_HD uint32_t nearest(float y, bool) { return encode(y); }
-  static FASTAMP_HD float ordinary(float v) { return v; }
+  static FASTAMP_HD float ordinary(float v, float scale, float) { return v * scale; }
 
   // Adds (draw + 1/2) / 2^16 of the unit at |y| and cuts off. A code's own value stays itself for every draw.
   static FASTAMP_HD uint32_t encode_stochastic(float y, uint32_t draw) {
@@ -107,12 +107,12 @@ template <StorageFormat>
 struct Codec;
 
 template <>
-struct Codec<StorageFormat::kInt8> : IntegerCodec<127, 4> {
+struct Codec<StorageFormat::kInt8> : IntegerCodec<127> {
   static constexpr int kBits = 8;
   static FASTAMP_HD float value(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
 };
 template <>
-struct Codec<StorageFormat::kInt4> : IntegerCodec<7, 16> {
+struct Codec<StorageFormat::kInt4> : IntegerCodec<7> {
   static constexpr int kBits = 4;
   static FASTAMP_HD float value(uint32_t code) {
     return static_cast<float>(static_cast<int32_t>((code & 15u) ^ 8u) - 8);
@@ -169,6 +169,14 @@ FASTAMP_HD float scaled(const BlockScale& block, float x) { return (x * block.wi
 // Stochastic rounding may not step past the largest code.
 FASTAMP_HD float clamped(const BlockScale& block, float y) {
   return y > block.top ? block.top : y < -block.top ? -block.top : y;
+}
+
+// What the lowest code of an integer format decodes to: positive in the output dtype, whose smallest number is given,
+// and otherwise next to nothing, as the 0 that it stands in for. Backward passes divide by what they saved, which a
+// subnormal would make infinite, and compare it with what was saved elsewhere, which more than was there would blow up.
+FASTAMP_HD float least_value(float scale, float smallest) {
+  const float least = (scale < 1.0f ? scale : 1.0f) * 0x1p-40f;
+  return least > smallest ? least : smallest;
 }
 
 // What to encode in a marked block: y, or the stand-in of a non-finite x.

@@ -8,11 +8,11 @@
 //   scale   amax / top (codec.h says how it is rounded), top being the format's largest code
 //   code    x / scale, rounded to nearest even or stochastically
 //   value   code * scale, rounded once to float and once to the output's dtype
-// The lowest code of int8 and int4, which no rounding gives, stands for 1/4 and 1/16: it is what a positive x becomes
-// that would be rounded to 0 (to nearest; stochastic rounding stays unbiased). So x > 0 can be asked of the value,
-// which is all that the backward pass of ReLU and its kin asks. A block that holds an infinity or a NaN has a negative
-// scale (-0.0 where nothing in it is finite). Only there, three codes stand for inf, -inf and NaN, none for 1/4 or
-// 1/16, and `top` is one code lower.
+// The lowest code of int8 and int4, which no rounding gives, is what a positive x becomes that would be rounded to 0
+// (to nearest; stochastic rounding has no such code). It decodes to next to nothing, 2^-40 * min(scale, 1), but not to
+// 0: so x > 0 can be asked of the value, which is all that the backward pass of ReLU and its kin asks. A block that
+// holds an infinity or a NaN has a negative scale (-0.0 where nothing in it is finite). Only there, three codes stand
+// for inf, -inf and NaN, none for next to nothing, and `top` is one code lower.
 //
 // With `base`, the difference x - base is coded instead, taken in float; non-finite elements of base count as 0, and
 // those of x are still coded as themselves.

@@ -235,9 +235,9 @@ def quantize_blockwise(
     | `fp8_e5m2` | float8_e5m2   | 57344 | 1.0001 * max(2**-3 * abs(x), 2**-17 * scale)  |
 
     What is positive comes back positive from int8 and int4, unless the block holds inf or NaN or rounding is
-    stochastic: a value that would round to 0 from above gets a code of its own, -128 or -8, which stands for 1/4 or
-    1/16 of a step (and becomes 0, like any value, below the output dtype's smallest). The backward pass of ReLU asks a
-    stored activation for nothing else.
+    stochastic: a value that would round to 0 from above gets a code of its own, -128 or -8, which decodes to next to
+    nothing: 2**-40 * min(scale, 1), or the output dtype's smallest number where that is larger. The backward pass of
+    ReLU asks a stored activation for nothing else.
 
     inf, -inf and NaN come back as themselves (a NaN as the canonical one) and leave the rest of their block alone: such
     a block has a negative scale, and a `top` of 126, 6, 416 or 57344. A finite value never comes back infinite, where

@@ -26,8 +26,8 @@ __all__ = [
 @dataclass(frozen=True)
 class Format:
     """`top` is the largest value a code can have, `marked_top` the largest in a block with non-finite values, where
-    `inf`, -`inf` and `nan` are the codes of those. In other blocks an integer format's `nan` is the code of `least`,
-    which positive values become that round to 0."""
+    `inf`, -`inf` and `nan` are the codes of those. In other blocks an integer format's `nan` is the code that positive
+    values become that round to 0."""
 
     payload: torch.dtype
     top: float
@@ -35,14 +35,13 @@ class Format:
     inf: int
     minus_inf: int
     nan: int
-    least: float = 0.0  # integer formats only
     mantissa: int = 0  # bits, fp8 only
     min_exponent: int = 0  # of normal values, fp8 only
 
 
 FORMATS = {
-    "int8": Format(torch.int8, 127, 126, inf=0x7F, minus_inf=0x81, nan=0x80, least=1 / 4),
-    "int4": Format(torch.uint8, 7, 6, inf=0x7, minus_inf=0x9, nan=0x8, least=1 / 16),
+    "int8": Format(torch.int8, 127, 126, inf=0x7F, minus_inf=0x81, nan=0x80),
+    "int4": Format(torch.uint8, 7, 6, inf=0x7, minus_inf=0x9, nan=0x8),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, 416, inf=0x7E, minus_inf=0xFE, nan=0x7F, mantissa=3, min_exponent=-6),
     "fp8_e5m2": Format(
         torch.float8_e5m2, 57344, 57344, inf=0x7C, minus_inf=0xFC, nan=0x7F, mantissa=2, min_exponent=-14
@@ -50,6 +49,7 @@ FORMATS = {
 }
 _BY_PAYLOAD = {f.payload: f for f in FORMATS.values()}
 _MAX = torch.finfo(torch.float32).max
+_SMALLEST = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 
 
 def philox_draws(seed: int, group: Tensor) -> Tensor:
@@ -195,9 +195,10 @@ def dequantize_blockwise(
         value = payload.float()
     scale = scales.repeat_interleave(block_size)[:numel]
     marked = scale.signbit()
-    if not f.mantissa:
-        value = torch.where((codes == f.nan) & ~marked, f.least, value)
     out = value * scale.abs()
+    if not f.mantissa:
+        least = (scale.abs().clamp(max=1.0) * 2.0**-40).clamp(min=_SMALLEST[dtype])
+        out = torch.where((codes == f.nan) & ~marked, least, out)
     out = torch.where(marked & (codes == f.inf), math.inf, out)
     out = torch.where(marked & (codes == f.minus_inf), -math.inf, out)
     out = torch.where(marked & (codes == f.nan), math.nan, out)

@@ -42,6 +42,10 @@ template <class T>
 constexpr float largest_of() {
   return std::is_same_v<T, F16> ? 65504.0f : std::is_same_v<T, BF16> ? 0x1.fep127f : kLargestFloat;
 }
+template <class T>
+constexpr float smallest_of() {
+  return std::is_same_v<T, F16> ? 0x1p-24f : std::is_same_v<T, BF16> ? 0x1p-133f : 0x1p-149f;
+}
 
 // ---- quantise: reading a block ------------------------------------------------------------------------------------
 // Each returns the bits of the largest magnitude, non-finite ones included: as integers, those are the largest. The
@@ -114,10 +118,10 @@ uint32_t get_code(const uint8_t* payload, int64_t i) {
 template <StorageFormat kFormat, class T>
 void decode_span(const uint8_t* payload, int64_t begin, int64_t n, float stored_scale, const T* base, T* out) {
   const bool marked = float_bits(stored_scale) >> 31;
-  const float scale = marked ? -stored_scale : stored_scale;
+  const float scale = marked ? -stored_scale : stored_scale, least = least_value(scale, smallest_of<T>());
   for (int64_t i = begin; i < n; ++i) {
     const float v = Codec<kFormat>::value(get_code<kFormat>(payload, i));
-    float d = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v) * scale;
+    float d = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v, scale, least);
     if (base) d = add_base(d, Element<T>::load(base[i]), largest_of<T>());
     out[i] = Element<T>::store(d);
   }
@@ -207,9 +211,9 @@ struct Avx2Codec {
     const __m256i least = _mm256_and_si256(_mm256_cmpgt_epi32(bits, zero), _mm256_cmpeq_epi32(rounded, zero));
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kLeastCode), least);
   }
-  FASTAMP_AVX2 static __m256 ordinary(__m256 v) {
-    const __m256 least = _mm256_cmp_ps(v, _mm256_set1_ps(kLeastCode), _CMP_EQ_OQ);
-    return _mm256_blendv_ps(v, _mm256_set1_ps(Codec<kFormat>::kLeast), least);
+  FASTAMP_AVX2 static __m256 ordinary(__m256 v, __m256 scale, __m256 least) {
+    const __m256 is_least = _mm256_cmp_ps(v, _mm256_set1_ps(kLeastCode), _CMP_EQ_OQ);
+    return _mm256_blendv_ps(_mm256_mul_ps(v, scale), least, is_least);
   }
   FASTAMP_AVX2 static __m256i encode_stochastic(__m256 y, __m256 fraction) {
     return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_add_ps(y, fraction)));
@@ -222,7 +226,7 @@ struct Avx2Fp8Codec {
   FASTAMP_AVX2 static __m256i with_sign(__m256i magnitude, __m256i bits) {
     return _mm256_or_si256(magnitude, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
-  FASTAMP_AVX2 static __m256 ordinary(__m256 v) { return v; }
+  FASTAMP_AVX2 static __m256 ordinary(__m256 v, __m256 scale, __m256) { return _mm256_mul_ps(v, scale); }
   FASTAMP_AVX2 static __m256i nearest(__m256 y) {
     const __m256i bits = _mm256_castps_si256(y);
     const __m256i abs = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
@@ -391,12 +395,13 @@ FASTAMP_AVX2 inline void put_values_avx2(T* out, typename Avx2<T>::Raw values) {
 template <StorageFormat kFormat, class T, bool kBase, bool kStream>
 FASTAMP_AVX2 int64_t decode_steps_avx2(const uint8_t* payload, int64_t n, float scale, const T* base, T* out) {
   const __m256 by = _mm256_set1_ps(kFormat == StorageFormat::kFp8E4M3 ? scale * 256.0f : scale);
+  const __m256 least = _mm256_set1_ps(least_value(scale, smallest_of<T>()));
   int64_t i = 0;
   for (; i + kStep <= n; i += kStep) {
     __m256 v[4];
     get_values_avx2<kFormat>(payload + i * Codec<kFormat>::kBits / 8, v);
     for (int u = 0; u < 4; ++u) {
-      __m256 d = _mm256_mul_ps(Avx2Codec<kFormat>::ordinary(v[u]), by);
+      __m256 d = Avx2Codec<kFormat>::ordinary(v[u], by, least);
       if (kBase) d = add_base_avx2(d, Avx2<T>::load(base + i + 8 * u), largest_of<T>());
       put_values_avx2<kStream>(out + i + 8 * u, Avx2<T>::pack(d));
     }

@@ -236,6 +236,19 @@ __device__ __forceinline__ float largest_of<__nv_bfloat16>() {
   return 0x1.fep127f;
 }
 
+template <class T>
+__device__ __forceinline__ float smallest_of() {
+  return 0x1p-149f;
+}
+template <>
+__device__ __forceinline__ float smallest_of<__half>() {
+  return 0x1p-24f;
+}
+template <>
+__device__ __forceinline__ float smallest_of<__nv_bfloat16>() {
+  return 0x1p-133f;
+}
+
 template <StorageFormat kFormat, class T>
 __global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResidentBlocks)
     dequantize_kernel(const __grid_constant__ Dequantize args) {
@@ -271,12 +284,12 @@ __global__ void __launch_bounds__(StreamPolicy::kThreads, StreamPolicy::kResiden
       }
       const float stored = args.scales[at >> block_shift];
       const bool marked = float_bits(stored) >> 31 != 0;
-      const float scale = fabsf(stored);
+      const float scale = fabsf(stored), least = least_value(scale, smallest_of<T>());
       float d[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const float v = code_value<kFormat>(words, k);
-        d[k] = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v) * scale;
+        d[k] = marked ? restore_marked<kFormat>(v, scale) : Codec<kFormat>::ordinary(v, scale, least);
       }
       if (base) {
         float b[kCount];
