@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _Buffers = MutableMapping[str, Tensor | None]
@@ -114,11 +115,13 @@ class _Seen:
 
     __slots__ = ("before", "buffer", "in_place", "key", "module", "version")
 
-    def __init__(self, module: nn.Module, name: str, training: bool, buffer: Tensor, in_place: bool) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, training: bool, buffer: Tensor, in_place: bool, version: int | None = None
+    ) -> None:
         self.module = module
         self.key = (name, training)
         self.buffer = buffer
-        self.version = buffer._version
+        self.version = buffer._version if version is None else version
         self.in_place = in_place
         self.before: Tensor | None = None
 
@@ -162,7 +165,13 @@ class BufferRecord:
             with _known_lock:
                 known = _known.setdefault(module, {})
         for name, buffer in buffers.items():
-            if buffer is None or buffer.is_inference():  # those have no versions
+            if buffer is None:
+                continue
+            if is_lazy(buffer):
+                # Its module fills it in now, and counts this call already. There is no value to copy yet.
+                self._seen.append(_Seen(module, name, training, buffer, in_place, version=-1))
+                continue
+            if buffer.is_inference():  # those have no versions
                 continue
             seen = _Seen(module, name, training, buffer, in_place)
             writes = known.get(seen.key)
@@ -242,6 +251,7 @@ class _Recomputing:
         self._restore: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
+        copies: dict[int, Tensor] = {}
         for seen in self._written:
             name = seen.key[0]
             current = _buffer(seen.module, name)
@@ -249,7 +259,10 @@ class _Recomputing:
             if start is None:
                 continue
             if not seen.in_place:
-                self._private.setdefault(seen.module, {})[name] = start.detach().clone()
+                # One copy for modules that share a buffer. What it requires decides what operators save.
+                if id(seen.buffer) not in copies:
+                    copies[id(seen.buffer)] = start.detach().clone().requires_grad_(seen.buffer.requires_grad)
+                self._private.setdefault(seen.module, {})[name] = copies[id(seen.buffer)]
             elif current is not None:
                 self._restore.append((current, current.detach().clone()))
                 current.data.copy_(start)

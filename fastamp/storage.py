@@ -256,6 +256,14 @@ def is_activation(tensor: Tensor, min_bytes: int = MIN_BYTES) -> bool:
     )
 
 
+def exceeds_its_memory(tensor: Tensor) -> bool:
+    """Whether a view has more elements than there are in memory, as of windows that overlap. All of them, coded one by
+    one, could take more than the memory that keeping the view keeps."""
+    return (
+        math.prod(_distinct(tensor.shape, tensor.stride())) * tensor.element_size() > tensor.untyped_storage().nbytes()
+    )
+
+
 def codec_for(
     tensor: Tensor,
     storage: str | Policy,

@@ -27,6 +27,7 @@ from fastamp.storage import (
     MIN_BYTES,
     Codec,
     Context,
+    InPlaceCheck,
     Packed,
     Policy,
     check_storage,
@@ -72,8 +73,8 @@ def store_activations(
 
     Kept as they are, whatever the format: parameters and other leaves, views and autocast copies of
     parameters; integers, complex and float64 values (float64 except as "bf16" and "fp16"); tensor subclasses;
-    log-probabilities, log-sum-exps and the statistics that normalisations save; roots, reciprocals, distances and
-    extrema, which backward divides by or compares. Of other values "bf16", "int8" and "int4" keep which are
+    log-probabilities, attention's log-sum-exps and the statistics that normalisations save; roots, reciprocals and
+    distances, which backward divides by. Of other values "bf16", "int8" and "int4" keep which are
     positive, so that ReLU passes the gradients that it would have passed. Masks are kept as bits in every
     format, exactly: bool ones and those of zeros and one constant that dropout on the CPU makes.
 
@@ -93,8 +94,15 @@ def store_activations(
     as it is; so do the intermediates of a function compiled by torch.compile. A region inside a compiled function
     breaks its graph.
 
-    Approximate formats and extrema do not mix: `x.amax()` compares the stored x with its result. Put such an
-    x on the `never` list.
+    In an approximate format the results that backward compares with their input, or subtracts from it (logsumexp,
+    amax and its kin, vector norms), are computed once more from the stored input. Extrema of a stored x are then
+    those of the stored values: where several became equal, they share the gradient. `median` may find another element.
+    Not so `scatter_reduce` and `index_reduce`: put an x whose extrema they take on the `never` list.
+
+    What backward multiplies by something large, or divides by, comes out as much less accurate: `sin(200 * x)`,
+    `grid_sample` in pixels, the difference of two nearly equal tensors. A loss that divides by a single probability
+    is right only to the rounding of the whole softmax: leave the loss outside of the region, or put what it uses on
+    the `never` list. In "fp16", values beyond 65504 become infinite.
 
     Raises:
         ValueError, TypeError: for an unknown format, a `min_bytes` that is negative, an unknown `offload`, a
@@ -285,6 +293,32 @@ _EXACT_RESULTS = frozenset(
 )
 
 
+# Their backward takes the result from the input, or looks for it there.
+_RESULTS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "LogsumexpBackward0": lambda x, node: x.logsumexp(_dims(node._saved_dim), node._saved_keepdim),
+    "LogcumsumexpBackward0": lambda x, node: x.logcumsumexp(_dim(node._saved_dim)),
+    "AmaxBackward0": lambda x, node: x.amax(_dims(node._saved_dim), node._saved_keepdim),
+    "AminBackward0": lambda x, node: x.amin(_dims(node._saved_dim), node._saved_keepdim),
+    "AminmaxBackward0": lambda x, node: x.aminmax(dim=_dim(node._saved_dim), keepdim=node._saved_keepdim),
+    "LinalgVectorNormBackward0": lambda x, node: torch.linalg.vector_norm(
+        x, node._saved_ord, _dims(node._saved_dim), node._saved_keepdim
+    ),
+    "MaxBackward1": lambda x, node: x.max(),
+    "MinBackward1": lambda x, node: x.min(),
+    "MedianBackward0": lambda x, node: x.median(),
+    "NanmedianBackward0": lambda x, node: x.nanmedian(),
+}
+
+
+def _dim(saved: int | None) -> Any:
+    """A node shows a negative dimension as an unsigned number of 64 bits."""
+    return saved - 2**64 if saved is not None and saved >= 2**63 else saved
+
+
+def _dims(saved: tuple[int, ...] | None) -> Any:
+    return None if saved is None else [_dim(dim) for dim in saved]
+
+
 def _is_sensitive(root: Tensor) -> bool:
     """Whether a tensor that is no view was made by a node whose backward does not bear approximation, or is a
     copy of a parameter, as autocast makes."""
@@ -421,8 +455,10 @@ class _AsIs:
     __slots__ = ("_tensor", "_token", "_version")
 
     def __init__(self, tensor: Tensor, token: _Token | None) -> None:
-        # An alias: keeping the result of the node that saves it would be a cycle. A leaf has no node.
-        self._tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+        # An alias: keeping the result of the node that saves it would be a cycle. A leaf has no node, and a parameter
+        # may be given other memory (`.data`) to free this, frozen ones too.
+        itself = tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))
+        self._tensor = tensor if itself else tensor.detach()
         self._version = tensor._version
         self._token = token
 
@@ -444,20 +480,35 @@ def _modified(tensor: Tensor, shape: torch.Size, expected: int) -> RuntimeError:
     )
 
 
-def _unpack(handle: _Coded | _AsIs) -> Tensor:
+class _Recomputed:
+    """In the place of a saved result, the same of what is stored of its input."""
+
+    __slots__ = ("_check", "_result")
+
+    def __init__(self, tensor: Tensor, result: _AsIs) -> None:
+        self._check = InPlaceCheck(tensor, f"store_activations: a saved {tensor.dtype} tensor")
+        self._result = result
+
+    def unpack(self) -> Tensor:
+        self._check()
+        return self._result.unpack()
+
+
+def _unpack(handle: _Coded | _AsIs | _Recomputed) -> Tensor:
     return handle.unpack()
 
 
 class _Storage:
     """What is known of one memory: its payloads, by what they cover, and the token of its being kept as it is."""
 
-    __slots__ = ("_payloads", "as_is", "reference")
+    __slots__ = ("_payloads", "as_is", "coded_in_parts", "reference")
 
     def __init__(self, reference: StorageWeakRef) -> None:
         # While there is a weak reference to a storage no other can have its address.
         self.reference = reference
         self._payloads: dict[Any, weakref.ref[_Payload]] = {}
         self.as_is: weakref.ref[_Token] | None = None
+        self.coded_in_parts = 0  # bytes, before coding
 
     def get(self, what: Any, version: int) -> _Payload | None:
         reference = self._payloads.get(what)
@@ -483,11 +534,14 @@ class _Region:
         self._storages: dict[int, _Storage] = {}
         self._sweep_at = 512
 
-    def pack(self, tensor: Tensor) -> _Coded | _AsIs:
+    def pack(self, tensor: Tensor) -> _Coded | _AsIs | _Recomputed:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             self.stats._add("kept", 0, 0)  # what a subclass holds, only it knows
             return _AsIs(tensor, None)
         root = tensor if tensor._base is None else tensor._base
+        again = self._of_what_is_stored(tensor)
+        if again is not None:
+            return again
         if is_leaf(root) and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
             self.stats._add("parameters", tensor.nbytes, tensor.nbytes)
             return _AsIs(tensor, None)
@@ -500,6 +554,27 @@ class _Region:
                 if handle is not None:
                     return handle
         return self._keep(tensor, memory, storage, known)
+
+    def _of_what_is_stored(self, tensor: Tensor) -> _Recomputed | None:
+        """A result that its node's backward compares with the input, or subtracts from it: computed again from what is
+        stored of the input, so that both still belong together."""
+        node = tensor.grad_fn
+        compute = None if node is None or self._format == "exact" else _RESULTS.get(node.name())
+        # A view has the name of a node of its own.
+        if compute is None or tensor._base is not None:
+            return None
+        values = node._saved_self  # type: ignore[union-attr]
+        if values.nbytes < max(self._min_bytes, 1) or type(values) is not Tensor:
+            return None
+        with torch.no_grad():
+            result = compute(values.detach(), node)
+        if not isinstance(result, Tensor):
+            result = result[tensor.output_nr]
+        if result.dtype != tensor.dtype or result.shape != tensor.shape:
+            return None
+        memory = result.untyped_storage()
+        storage, known = self._storage(memory)
+        return _Recomputed(tensor, self._keep(result, memory, storage, known))
 
     def _storage(self, memory: torch.UntypedStorage) -> tuple[_Storage, bool]:
         """The record of a memory, and whether it was saved before."""
@@ -548,13 +623,15 @@ class _Region:
                 self.stats._add("duplicates", tensor.nbytes, 0)
                 return _Coded(tensor, payload, offset)
         # Packing runs without autograd, and so does whatever it calls.
-        if _worth_whole(tensor, root, memory):
+        part = _distinct_bytes(tensor)
+        if _worth_whole(storage.coded_in_parts + part, tensor, root, memory):
             what, offset, layout = whole, tensor.storage_offset(), None
             numel = memory.nbytes() // tensor.element_size()
             tensors = codec.pack_values(lambda: tensor.as_strided((numel,), (1,), 0))
         else:
             what, offset, layout = view, 0, (tensor.shape, tensor.stride())
             numel = tensor.numel()
+            storage.coded_in_parts += part
             tensors = codec.pack(tensor).tensors
         if not tensors:
             return None
@@ -588,16 +665,20 @@ class _Region:
         return _AsIs(tensor, token)
 
 
-def _worth_whole(tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> bool:
-    """Whether to code all of a tensor's memory: if the tensor is much of it, and all of it is known to be
-    values of one tensor. Other bytes, never written perhaps, could spoil the scales of the blocks they are
-    in."""
+def _distinct_bytes(tensor: Tensor) -> int:
     elements = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0)
+    return elements * tensor.element_size()
+
+
+def _worth_whole(parts: int, tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> bool:
+    """Whether to code all of a tensor's memory: if the tensor and the parts that were coded before are much of it
+    (windows that overlap would soon be more than it), and all of it is known to be values of one tensor. Other bytes,
+    never written perhaps, could spoil the scales of the blocks they are in."""
     return (
         root.dtype == tensor.dtype
         and root.nbytes == memory.nbytes()
         and 0 not in root.stride()
-        and 4 * elements * tensor.element_size() >= memory.nbytes()
+        and 4 * parts >= memory.nbytes()
     )
 
 

@@ -455,6 +455,23 @@ def test_part_of_the_gradients():
     assert_same(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"use_reentrant": True}], ids=str)
+def test_inference_tensors_in_containers_and_keywords(options):
+    """Tables made once in inference mode, such as rotary embeddings and masks. torch takes them too."""
+    with torch.inference_mode():
+        table, hidden = torch.randn(64, 64), torch.rand(64, 64) > 0.5
+    x = torch.randn(64, 64, requires_grad=True)
+    keywords = {} if "use_reentrant" in options else {"table": table, "rest": [{"hidden": hidden}]}
+
+    def function(x, pair, table=table, rest=({"hidden": hidden},)):
+        return ((x * 2.0).sin() + table + pair[0] + rest[0]["hidden"]).cos()
+
+    torch.autograd.backward(checkpoint(function, x, (table, hidden), **keywords, **options).sum())
+    found, x.grad = x.grad, None
+    function(x, (table, hidden)).sum().backward()
+    assert torch.equal(found, x.grad)
+
+
 def test_no_grad_and_inference_mode_keep_nothing():
     module, x = Block().eval(), tokens()
     for mode in (torch.no_grad, torch.inference_mode):

@@ -482,6 +482,63 @@ def test_modules_that_do_not_run_as_python(how):
         out.sum().backward()
 
 
+@VARIANTS
+@pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
+def test_lazy_normalisation_counts_its_first_call_once(kind, use_reentrant):
+    kwargs = {"affine": True, "track_running_stats": True} if kind is nn.LazyInstanceNorm1d else {}
+    results = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)):
+        norm = kind(**kwargs)
+        x = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for _ in range(2):
+            run(norm, x).square().sum().backward()
+        results.append([x.grad, *norm.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_modules_that_share_a_buffer():
+    class Counting(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count.add_(1.0)
+            return x * self.count.clone()
+
+    results = []
+    for run in (lambda f, x: f(x), checkpoint):
+        count = torch.ones(())
+        net = nn.Sequential(Counting(count), Counting(count))
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            run(net, x).sum().backward()
+        results.append((x.grad, count))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_buffer_that_carries_a_graph():
+    """As the state of a recurrent layer does."""
+
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(3))
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            self.state = (0.5 * self.state + self.scale * x).sin()
+            return self.state * self.state
+
+    results = []
+    for run in (lambda f, x: f(x), checkpoint):
+        layer, x = Leaky(), torch.ones(3, requires_grad=True)
+        loss = sum(run(layer, x).sum() for _ in range(3))
+        loss.backward()
+        results.append((x.grad, layer.scale.grad, layer.state.detach()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_inference_mode_buffers_are_left_alone():
     module = nn.Linear(3, 3)
     with torch.inference_mode():
