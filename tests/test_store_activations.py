@@ -300,7 +300,7 @@ def test_results_belong_to_what_is_stored(format, function, limits):
 
 
 def test_a_result_written_after_it_was_saved_raises():
-    x, y = made(64, 64)
+    _, y = made(64, 64)
     with fastamp.store_activations("int8"):
         result = y.logsumexp(0)
         result.add_(1.0)

@@ -30,6 +30,8 @@ class SimulatedStorage:
         self._offload = offload
         # storage -> {stretch of it -> its payload, as long as something needs that}
         self._payloads: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # storage -> bytes of it that were coded in parts
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def pack(self, tensor: Tensor) -> Any:
         root = tensor if tensor._base is None else tensor._base
@@ -38,7 +40,8 @@ class SimulatedStorage:
         if root.is_leaf and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
             return tensor
         memory = tensor.untyped_storage()
-        whole = store._worth_whole(tensor, root, memory)
+        parts = self._parts.get(memory, 0) + store._distinct_bytes(tensor)
+        whole = store._worth_whole(parts, tensor, root, memory)
         key: Any = None if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         stretches = self._payloads.setdefault(memory, weakref.WeakValueDictionary())
         payload = stretches.get((key, tensor._version))
@@ -52,6 +55,8 @@ class SimulatedStorage:
             if coded is None:
                 return tensor
             payload = stretches[key, tensor._version] = _Payload(coded, self._offload)
+            if not whole:
+                self._parts[memory] = parts
         return payload, tensor.shape, tensor.stride(), tensor.storage_offset() if whole else 0, whole
 
     def unpack(self, packed: Any) -> Tensor:
