@@ -1,9 +1,10 @@
 """Every op on a GPU beside torch's operators and beside baselines in plain torch: python benchmarks/bench_gpu.py
 
-For each case two times a call, medians over rounds in which all ways take turns: `device` between CUDA events around
-it, and `host` until the call returned. Large tensors show bandwidth (`GB/s` counts the bytes that the way has to move
-at least, as written in each case), many small ones the host's work and the launches. Then training steps of a GPT, and
-what they hold and take at most.
+For each case two times a call, medians over rounds in which all ways take turns: `host` until the call returned, and
+in another call `device` between CUDA events around it, for which the device is first kept busy until the host has
+launched everything (but where a way waits for the device itself). Large tensors show bandwidth (`GB/s` counts the bytes
+that the way has to move at least, as written in each case), many small ones the host's work and the launches. Then
+training steps of a GPT, and what they hold and take at most.
 
 --device cpu exercises the script where there is no GPU; its times mean nothing for one.
 """
@@ -35,14 +36,35 @@ Ways = dict[str, Callable[[], Any]]
 NEAR_ONE = 1 + 2.0**-23
 
 
+def host_time(way: Callable[[], Any], on_gpu: bool) -> float:
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    way()
+    return (time.perf_counter() - start) * 1e6
+
+
+def device_time(way: Callable[[], Any], host_us: float) -> float:
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    # In clock cycles, of which no GPU has more than 2,500 a microsecond. An idle device would wait for each launch.
+    torch.cuda._sleep(int(2500 * (2 * host_us + 100)))
+    before.record()
+    way()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) * 1e3
+
+
 def take_turns(ways: Ways, device: str, rounds: int, seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     """{way: {"device": summary, "host": summary}}, in microseconds; no "device" on the CPU."""
     names = list(ways)
     times: dict[str, dict[str, list[float]]] = {name: {"device": [], "host": []} for name in names}
     on_gpu = device == "cuda"
+    hosts = dict.fromkeys(names, 0.0)
     for _ in range(3):
         for name in names:
-            ways[name]()
+            hosts[name] = host_time(ways[name], on_gpu)
     gc.collect()
     gc.disable()
     end = time.perf_counter() + seconds
@@ -50,17 +72,9 @@ def take_turns(ways: Ways, device: str, rounds: int, seconds: float) -> dict[str
     while done < rounds or time.perf_counter() < end:
         names.append(names.pop(0))
         for name in names:
+            times[name]["host"].append(host_time(ways[name], on_gpu))
             if on_gpu:
-                before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda.synchronize()
-                before.record()
-            start = time.perf_counter()
-            ways[name]()
-            times[name]["host"].append((time.perf_counter() - start) * 1e6)
-            if on_gpu:
-                after.record()
-                after.synchronize()
-                times[name]["device"].append(before.elapsed_time(after) * 1e3)
+                times[name]["device"].append(device_time(ways[name], hosts[name]))
         done += 1
     gc.enable()
     return {name: {what: summary(t) for what, t in both.items() if t} for name, both in times.items()}
@@ -278,6 +292,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     print(f"{'case':62} {'way':26} {'device us':>11} {'host us':>10} {'GB/s':>7}")
     peers, outcome = available(device)
+    content = {"benchmark": "gpu", "machine": machine(device), "unit": "us", "baselines": outcome}
     makes = (
         functools.partial(copy_case, device, elements),
         functools.partial(unscale_cases, device, elements, peers),
@@ -295,6 +310,8 @@ def main() -> None:
                 print(f"{name:62} {way:26} {on_device:11.1f} {on_host:10.1f} {speed}", flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
+        # Each time: what was measured is there even if time runs out.
+        write({**content, "results": results, "training": {}}, options.json)
     steps = training(device, quick)
     for way, numbers in steps.items():
         times = numbers["us"].get("device", numbers["us"]["host"])["median"]
@@ -302,7 +319,6 @@ def main() -> None:
         print(f"training step, {way}: {times:.0f} us{memory}", flush=True)
     for library, what in outcome.items():
         print(f"{library}: {what}")
-    content = {"benchmark": "gpu", "machine": machine(device), "unit": "us", "baselines": outcome}
     write({**content, "results": results, "training": steps}, options.json)
     print(f"{len(results)} cases and {len(steps)} training steps")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -15,7 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL_SECONDS = 530
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PASSED, FAILED, TIMED_OUT, LEFT_OUT = "passed", "FAILED", "TIMED OUT", "left out"
+GRACE = 10.0  # seconds: pytest's, to print the failures that it has seen
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Part:
     limit: float  # seconds
     needs: tuple[str, ...] = ()  # Python modules and programs without which it is left out
     environment: dict[str, str] = field(default_factory=dict)
+    grace: float = 0.0  # seconds of the limit that it has, once interrupted, to say what it has found so far
     outcome: str = ""
     seconds: float = 0.0
     last_line: str = ""
@@ -56,18 +61,27 @@ class Part:
 
 def parts(out: Path, capability: str) -> list[list[Part]]:
     """In order of worth. Those in one list run at the same time; measuring shares the machine with nothing."""
-    python, pytest = sys.executable, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    python = sys.executable
+    # Names each test as it begins, and where one hangs.
+    pytest = [python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
     build = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, "MAX_JOBS": str(os.cpu_count() or 2)}
     op_tests = [str(path) for path in sorted((ROOT / "tests").glob("test_op_*.py"))]
     # Tests that skip without a GPU. Those that count the device's memory share it with nothing.
     gpu_tests = [str(path) for path in sorted((ROOT / "tests").glob("test_*_cuda.py"))]
-    alone = ["tests/test_cuda_device.py", *(path for path in gpu_tests if "memory" in path)]
-    training = [*(path for path in gpu_tests if path not in alone), "tests/test_optimizers.py"]
+    memory = [path for path in gpu_tests if "memory" in path]
+    training = ["tests/test_grad_scaler.py", "tests/test_clip.py", "tests/test_state.py", "tests/test_optimizers.py"]
+    training += [path for path in gpu_tests if path not in memory]
+    # Of these the parts before have run what needs a GPU; the rest checks the emulator, which needs none.
+    elsewhere = ["test_op_*.py", "test_*_cuda.py", "test_cuda_*.py", "test_ptx_to_cpp.py", "test_fuzz_ops.py"]
+    others = [argument for pattern in elsewhere for argument in ("--ignore-glob", f"tests/{pattern}")]
     compare = [python, "tests/compare_backends.py"]
     bench = [python, "benchmarks/bench_gpu.py", "--json", str(out / "benchmarks.json")]
-    several = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    # By files: what a module's tests share (a group of NCCL processes, say) is made once.
+    several = ["-n", "8", "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
+    many = ["-n", str(max(2, (os.cpu_count() or 2) - 2))] if several else []
     watched = [*compare, "--backends", "cuda", "--seed", "0", "--quick"]
-    sanitizer = ["compute-sanitizer", "--error-exitcode", "97", "--print-limit", "20"]
+    # Our own calls of the API are checked where they are made; libraries probe it for what may be missing.
+    sanitizer = ["compute-sanitizer", "--error-exitcode", "97", "--print-limit", "20", "--report-api-errors", "no"]
     # Checking torch's kernels too would take long. initcheck must watch them: what they write is initialised.
     ours = ["--kernel-regex", "kns=fastamp"]
     # Each tensor is an allocation of its own, so that a step beside it is seen.
@@ -95,11 +109,12 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
         ],
         [
             Part(
-                "graphs, streams, memory",
-                [*pytest, *alone],
-                [*pytest, "--collect-only", *alone],
-                100,
+                "graphs, streams",
+                [*pytest, "tests/test_cuda_device.py"],
+                [*pytest, "--collect-only", "tests/test_cuda_device.py"],
+                80,
                 ("pytest",),
+                grace=GRACE,
             )
         ],
         [
@@ -128,25 +143,38 @@ def parts(out: Path, capability: str) -> list[list[Part]]:
                 [*pytest, "--collect-only", "-k", "cuda and not emulated", *op_tests],
                 90,
                 ("pytest", "hypothesis"),
+                grace=GRACE,
+            )
+        ],
+        [
+            Part(
+                "scaler, integrations, NCCL",
+                [*pytest, *several, "-rs", "-k", "cuda", *training],
+                [*pytest, "--collect-only", "-k", "cuda", *training],
+                100,
+                ("pytest",),
+                grace=GRACE,
             )
         ],
         [Part("benchmarks", bench, [*bench, "--device", "cpu", "--quick"], 150)],
         [
             Part(
-                "optimizers, integrations, NCCL",
-                [*pytest, *several, "-rs", "-k", "cuda", *training],
-                [*pytest, "--collect-only", "-k", "cuda", *training],
+                "memory",
+                [*pytest, *memory],
+                [*pytest, "--collect-only", *memory],
                 100,
                 ("pytest",),
+                grace=GRACE,
             )
         ],
         [
             Part(
-                "whole suite",
-                [*pytest, *several, "tests"],
+                "rest of the suite",
+                [*pytest, *many, *others, "tests"],
                 [*pytest, "--collect-only", "tests/test_build.py"],
                 200,
                 ("pytest", "hypothesis"),
+                grace=GRACE,
             )
         ],
     ]
@@ -182,36 +210,62 @@ def run(part: Part, dry: bool, limit: float) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
     environment["PYTHONUNBUFFERED"] = "1"
     started = time.monotonic()
-    try:
-        process = subprocess.Popen(
-            part.dry if dry else part.command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as problem:
-        part.outcome, part.last_line = FAILED, str(problem)
-        return
-    try:
-        part.output, _ = process.communicate(timeout=limit)
-        part.outcome = PASSED if process.returncode == 0 else FAILED
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        part.output, _ = process.communicate()
+    # A file: a pipe would be waited for as long as anything that the part has started holds it.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                part.dry if dry else part.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            part.outcome, part.last_line = FAILED, str(problem)
+            return
+        grace = part.grace if limit > 2 * part.grace else 0.0
         part.outcome = TIMED_OUT
-    part.seconds = time.monotonic() - started
+        if ended(process, limit - grace):
+            part.outcome = PASSED if process.returncode == 0 else FAILED
+        elif grace:
+            process.send_signal(signal.SIGINT)
+            ended(process, grace)
+        with contextlib.suppress(ProcessLookupError):  # nothing that it has started outlives it
+            os.killpg(process.pid, signal.SIGKILL)
+        ended(process, 10)  # it may be stuck in a driver for good
+        part.seconds = time.monotonic() - started
+        output.seek(0)
+        part.output = output.read().decode(errors="replace")
     part.last_line = next((line.strip() for line in reversed(part.output.splitlines()) if line.strip()), "")
 
 
-def run_all(groups: list[list[Part]], dry: bool, log: Path, limits: dict[str, float], total: float) -> None:
-    """Runs group after group, within `total` seconds, and logs each part's output as soon as its group has ended."""
+def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def run_all(
+    groups: list[list[Part]],
+    dry: bool,
+    log: Path,
+    limits: dict[str, float],
+    total: float,
+    report: Callable[[], None],
+) -> None:
+    """Runs group after group, within `total` seconds; logs each part's output and reports as soon as its group has
+    ended. Nothing runs behind a build that failed: the time is better spent on another try."""
     end = time.monotonic() + total
+    built = True
     with log.open("w") as file:
         for group in groups:
+            if not built:
+                for part in group:
+                    part.outcome, part.last_line = LEFT_OUT, "the build did not pass"
+                continue
             left = end - time.monotonic()
             with concurrent.futures.ThreadPoolExecutor(len(group)) as pool:
                 jobs = [pool.submit(run, p, dry, min(limits.get(p.name, p.limit), left)) for p in group]
@@ -222,6 +276,9 @@ def run_all(groups: list[list[Part]], dry: bool, log: Path, limits: dict[str, fl
                 file.write(f"==== {part.name}: {part.outcome}, {part.seconds:.1f} s ====\n$ {command}\n{part.output}\n")
                 file.flush()
                 print(f"{part.outcome:9} {part.seconds:6.1f} s  {part.name}: {part.last_line[:120]}", flush=True)
+                built = built and (part.name != "build" or part.outcome == PASSED)
+            report()
+    report()
 
 
 # ---- what machine, what code
@@ -268,11 +325,20 @@ def facts() -> dict[str, Any]:
     for name in ("torch", "ninja", "pytest", "hypothesis", "xdist", "numpy"):
         found["packages"][name] = "there" if importlib.util.find_spec(name) else "missing"
     # In a process of its own, so that this one holds no device memory.
-    done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=60)
-    if done.returncode == 0:
-        found.update(json.loads(done.stdout))
+    # The first import of torch on a fresh machine reads gigabytes.
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=180)
+        problem = done.stderr.strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = "import torch took more than 180 s"
+    if problem:
+        found["packages"]["torch"] = f"does not import: {problem.splitlines()[-1]}"
     else:
-        found["packages"]["torch"] = f"does not import: {done.stderr.strip().splitlines()[-1]}"
+        found.update(json.loads(done.stdout))
+        problem = done.stderr.strip()
+    if not found["gpus"] and lines_of(["nvidia-smi", "-L"]):
+        # No dry run that looks as if all were well.
+        raise SystemExit(f"nvidia-smi lists a GPU, but torch finds none.\n{problem or 'torch says nothing about it.'}")
     return found
 
 
@@ -373,15 +439,17 @@ def main() -> int:
     groups += [[Part(name, shlex.split(command), shlex.split(command), 60)] for name, command in options.also]
     groups = [group for group in groups if group]
     limits = {name: float(seconds) for name, seconds in options.limit}
-    run_all(groups, dry, out / "log.txt", limits, options.total - (time.monotonic() - started))
+    parts_of_all = [part for group in groups for part in group]
 
-    done = [part for group in groups for part in group]
-    text = summary(machine, done, dry, time.monotonic() - started, out)
-    (out / "summary.md").write_text(text)
-    report = {"dry_run": dry, "machine": machine, "parts": [part.row() for part in done]}
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    def report() -> None:
+        done = [part for part in parts_of_all if part.outcome]
+        (out / "summary.md").write_text(summary(machine, done, dry, time.monotonic() - started, out))
+        content = {"dry_run": dry, "machine": machine, "parts": [part.row() for part in done]}
+        (out / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    run_all(groups, dry, out / "log.txt", limits, options.total - (time.monotonic() - started), report)
     print(f"written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    return int(any(part.outcome in (FAILED, TIMED_OUT) for part in done))
+    return int(any(part.outcome in (FAILED, TIMED_OUT) for part in parts_of_all))
 
 
 if __name__ == "__main__":

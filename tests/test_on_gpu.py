@@ -20,16 +20,17 @@ PARTS = [
     "build",
     "diagnostics",
     "emulated build",
-    "graphs, streams, memory",
+    "graphs, streams",
     "emulated and real bits",
     "memcheck",
     "racecheck",
     "initcheck",
     "synccheck",
     "op tests",
+    "scaler, integrations, NCCL",
     "benchmarks",
-    "optimizers, integrations, NCCL",
-    "whole suite",
+    "memory",
+    "rest of the suite",
 ]
 
 
@@ -121,16 +122,57 @@ def test_what_runs_on_a_gpu(script, tmp_path):
     assert [part.name for part in parts] == PARTS
     for part in parts:
         for word in part.command:
-            if word.endswith(".py"):
+            if word.endswith(".py") and "*" not in word:
                 assert (ROOT / word).exists(), word
     assert parts[0].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
     commands = {part.name: part.command for part in parts}
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert commands[tool][0] == "compute-sanitizer" and commands[tool][commands[tool].index("--tool") + 1] == tool
     assert script.TOTAL_SECONDS < 9 * 60
-    asked = commands["optimizers, integrations, NCCL"] + commands["graphs, streams, memory"]
+    asked = commands["scaler, integrations, NCCL"] + commands["memory"]
     for file in sorted((ROOT / "tests").glob("test_*_cuda.py")):
         assert asked.count(str(file)) == 1
+
+
+@pytest.mark.parametrize("seconds, outcome", [(30, "FAILED"), (22, "TIMED OUT")])
+def test_tests_that_run_out_of_time_show_what_failed(script, tmp_path, seconds, outcome):
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import time\ndef test_a():\n    assert 1 == 2, 'why it failed'\n"
+        "def test_b():\n    for _ in range(140 if SLOW else 1): time.sleep(0.1)\n".replace("SLOW", str(seconds == 22))
+    )
+    pytest_command = script.parts(tmp_path, "9.0")[3][0].command[:-1]
+    part = script.Part("tests", [*pytest_command, str(test)], [], seconds, grace=script.GRACE)
+    script.run(part, dry=False, limit=seconds)
+    assert part.outcome == outcome and part.seconds < seconds
+    assert "why it failed" in part.output and "test_b" in part.output
+
+
+def test_output_held_open_is_not_waited_for(script):
+    """By what has left the part's process group, and so outlives it."""
+    part = script.Part("leaves", ["sh", "-c", "echo begun; setsid sleep 20 & sleep 60"], [], 1)
+    script.run(part, dry=False, limit=1)
+    assert part.outcome == "TIMED OUT" and part.output == "begun\n" and part.seconds < 5
+
+
+def test_nothing_runs_behind_a_build_that_failed(script, tmp_path):
+    groups = [[script.Part("build", ["false"], [], 5)], [script.Part("tests", ["touch", str(tmp_path / "ran")], [], 5)]]
+    reports = []
+    script.run_all(groups, False, tmp_path / "log.txt", {}, 60, lambda: reports.append(groups[1][0].outcome))
+    assert groups[0][0].outcome == "FAILED" and groups[1][0].outcome == "left out" and reports == ["", "left out"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_gpu_that_torch_does_not_find_is_no_dry_run(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), str(tmp_path / "out"), "--only"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 1 and "nvidia-smi lists a GPU, but torch finds none" in done.stderr
 
 
 def test_a_part_without_its_program_is_left_out(script):
