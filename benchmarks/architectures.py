@@ -3,8 +3,8 @@ gradients are off.
 
     python benchmarks/architectures.py          # needs transformers; a minute on two cores
 
-The models are small and their weights random: sizes differ in training, errors too (README's tables have those of a
-trained GPT). `exact` must give torch's loss and gradients bit for bit; the exit code is 1 if it does not.
+The models are small and their weights random: sizes differ in training, errors too. `exact` must give torch's loss and
+gradients bit for bit; the exit code is 1 if it does not.
 tests/test_architectures.py runs the same models, with checkpointing too.
 """
 

@@ -66,7 +66,15 @@ def plain_table(content: dict[str, Any]) -> str:
         "|" + "|".join("---" if i == 0 else "--:" for i in range(len(columns))) + "|",
     ]
     lines += [f"| {' | '.join(str(value) for value in row)} |" for row in content["rows"]]
-    return "\n".join([*lines, "", f"<sub>{conditions(content)}{baselines(content)}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{conditions(content)}{baselines(content)}</sub>", *missed_targets(content)])
+
+
+def missed_targets(content: dict[str, Any]) -> list[str]:
+    """Of tables whose rows have no column for targets."""
+    if "targets" not in content:
+        return []
+    missed = [f"{t['what']} {t['value']:.3g} (at most {t['target']:g})" for t in content["targets"] if not t["met"]]
+    return ["", f"{len(content['targets'])} targets, missed: {'; '.join(missed) or 'none'}."]
 
 
 def table(name: str, only_targets: bool) -> str:

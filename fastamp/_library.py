@@ -16,10 +16,7 @@ from types import ModuleType
 
 import torch
 
-REBUILD = (
-    "pip install --no-build-isolation --force-reinstall --no-deps fastamp\n"
-    "    (in a checkout: pip install --no-build-isolation -e .)"
-)
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps .    (in the checkout; with -e where it was)"
 
 
 def _load_ops() -> str:

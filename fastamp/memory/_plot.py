@@ -31,7 +31,7 @@ def draw(report: MemoryReport, path: str | Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure  # not pyplot: no window system, no global state
     except ImportError as error:
-        raise ImportError('plot needs matplotlib; get it with: python -m pip install "fastamp[demo]"') from error
+        raise ImportError("plot needs matplotlib; get it with: python -m pip install matplotlib") from error
     style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
         figure = Figure(figsize=(13, 5), dpi=150, facecolor="white", layout="constrained")
