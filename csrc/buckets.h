@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "tensor_ref.h"
-#include "unscale.h"
 
 namespace fastamp {
 
@@ -38,12 +37,13 @@ struct Buckets {
     }
   }
 
-  // for_each for launchers that write. A launch works on all its tensors at once, so memory that is listed twice (a
+  // for_each for launchers that write; `one_thread_elements` is of their table, 0 where the order among dtypes matters
+  // too. A launch works on all its tensors at once, so memory that is listed twice (a
   // parameter that two groups share, one gradient of two parameters) would be written by two threads at a time: its
   // second mention waits for a launch of its own, its third for another. The results are those of one after the other.
   template <class Fn>
-  void for_each_in_turn(bool cuda, const Fn& fn) const {
-    if (!(cuda || shared_among_threads()) || !repeats()) return for_each(fn);
+  void for_each_in_turn(int64_t one_thread_elements, const Fn& fn) const {
+    if (!exceeds(one_thread_elements) || !repeats()) return for_each(fn);
     for (const Buckets& turn : turns()) turn.for_each(fn);
   }
 
@@ -71,11 +71,12 @@ struct Buckets {
   }
 
  private:
-  bool shared_among_threads() const {
-    return std::any_of(by_dtype.begin(), by_dtype.end(), [](const Bucket& b) {
+  bool exceeds(int64_t elements) const {
+    if (elements == 0) return true;
+    return std::any_of(by_dtype.begin(), by_dtype.end(), [elements](const Bucket& b) {
       int64_t total = 0;
       for (const TensorRef& ref : b.dense) total += ref.numel;
-      return total > kMinChunkElements;
+      return total > elements;
     });
   }
 

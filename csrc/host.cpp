@@ -266,7 +266,7 @@ class GradientBuckets {
     const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
     launch(device, [&](const Launchers* l, void* stream) {
-      g.buckets.for_each_in_turn(device.is_cuda(),
+      g.buckets.for_each_in_turn(l->one_thread_elements,
                                  [&](const TensorSpan& span, bool) { l->unscale(span, inv, found, stream); });
     });
     count_writes(g.grads);
@@ -326,7 +326,7 @@ class GradientBuckets {
     const bool float64 = coefficient.scalar_type() == at::kDouble;
     const void* by = scalar(coefficient, "coefficient", device, float64 ? at::kDouble : at::kFloat);
     launch(device, [&](const Launchers* l, void* stream) {
-      g.buckets.for_each_in_turn(device.is_cuda(),
+      g.buckets.for_each_in_turn(l->one_thread_elements,
                                  [&](const TensorSpan& span, bool) { l->clip(span, {by, float64}, stream); });
     });
     count_writes(g.grads);

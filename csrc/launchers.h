@@ -10,12 +10,13 @@ namespace fastamp {
 
 // Raised whenever a signature or a struct of the table changes: a caller built against another version must not
 // call through it.
-constexpr int32_t kLaunchersVersion = 2;
+constexpr int32_t kLaunchersVersion = 3;
 
 struct Launchers {
   int32_t version;
   void* (*current_stream)(int32_t device_index);  // torch's; nullptr for CPU
   bool (*is_capturing)(void* stream);             // into a CUDA graph
+  int64_t one_thread_elements;                    // a span of up to so many is written by one thread
   decltype(&cpu::unscale) unscale;
   decltype(&cpu::check) check;
   decltype(&cpu::unscale_norm) unscale_norm;

@@ -93,18 +93,19 @@ void* current_cuda_stream([[maybe_unused]] int32_t device_index) {
 }
 #endif
 
-#define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing)                                      \
-  {kLaunchersVersion, current_stream, is_capturing,    &ns::unscale,      &ns::check,            \
-   &ns::unscale_norm, &ns::clip,      &ns::accumulate, &ns::update_scale, &ns::clip_coefficient, \
-   &ns::scale_losses, &ns::quantize,  &ns::dequantize, &ns::pack_bits,    &ns::pack_scaled_mask, \
+#define FASTAMP_LAUNCHERS(ns, current_stream, is_capturing, one_thread)                \
+  {kLaunchersVersion, current_stream,    is_capturing,          one_thread,            \
+   &ns::unscale,      &ns::check,        &ns::unscale_norm,     &ns::clip,             \
+   &ns::accumulate,   &ns::update_scale, &ns::clip_coefficient, &ns::scale_losses,     \
+   &ns::quantize,     &ns::dequantize,   &ns::pack_bits,        &ns::pack_scaled_mask, \
    &ns::unpack_bits}
 #ifndef FASTAMP_EMULATED
 void* no_stream(int32_t) { return nullptr; }
 bool never_capturing(void*) { return false; }
-const Launchers cpu_launchers = FASTAMP_LAUNCHERS(cpu, no_stream, never_capturing);
+const Launchers cpu_launchers = FASTAMP_LAUNCHERS(cpu, no_stream, never_capturing, kMinChunkElements);
 #endif
 #ifdef FASTAMP_HAS_CUDA_KERNELS
-const Launchers cuda_launchers = FASTAMP_LAUNCHERS(cuda, current_cuda_stream, &cuda::is_capturing);
+const Launchers cuda_launchers = FASTAMP_LAUNCHERS(cuda, current_cuda_stream, &cuda::is_capturing, 0);
 #endif
 #undef FASTAMP_LAUNCHERS
 

@@ -17,7 +17,7 @@ void unscale_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const TensorInfo inv = read_float_scalar("unscale_", "inv_scale", inv_scale, &found.device);
   const Buckets buckets = make_buckets(grads, found.device);
   const Backend backend("unscale_", found.device);
-  buckets.for_each_in_turn(found.device.cuda, [&](const TensorSpan& span, bool) {
+  buckets.for_each_in_turn(backend->one_thread_elements, [&](const TensorSpan& span, bool) {
     backend->unscale(span, static_cast<const float*>(inv.data), static_cast<float*>(found.data), backend.stream());
   });
 }
@@ -64,7 +64,7 @@ void unscale_norm_boxed(StableIValue* stack, uint64_t, uint64_t) {
     const auto* by = static_cast<const float*>(inv.data);
     std::optional<Tensor> one;
     if (buckets.repeats()) {  // the norm is of what all of the list's divisions leave
-      buckets.for_each_in_turn(true, [&](const TensorSpan& span, bool) {
+      buckets.for_each_in_turn(0, [&](const TensorSpan& span, bool) {
         backend->unscale(span, by, static_cast<float*>(found.data), backend.stream());
       });
       one = torch::stable::fill_(empty_on(found_inf, 1, ScalarType::Float), 1.0);
@@ -88,8 +88,9 @@ void clip_boxed(StableIValue* stack, uint64_t, uint64_t) {
               : read_float_scalar("clip_", "coefficient", coefficient);
   const Buckets buckets = make_buckets(grads, by.device);
   const Backend backend("clip_", by.device);
-  buckets.for_each_in_turn(
-      by.device.cuda, [&](const TensorSpan& span, bool) { backend->clip(span, {by.data, float64}, backend.stream()); });
+  buckets.for_each_in_turn(backend->one_thread_elements, [&](const TensorSpan& span, bool) {
+    backend->clip(span, {by.data, float64}, backend.stream());
+  });
 }
 
 void accumulate_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -114,7 +115,7 @@ void accumulate_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Buckets buckets = make_buckets(main_grads, found.device, &grads);
   const Backend backend("accumulate_", found.device);
   // Sums of several dtypes into one tensor are taken in the list's order, in a list of any size.
-  buckets.for_each_in_turn(true, [&](const TensorSpan& span, bool) {
+  buckets.for_each_in_turn(0, [&](const TensorSpan& span, bool) {
     backend->accumulate(span, static_cast<const float*>(inv.data), static_cast<float*>(found.data), backend.stream());
   });
 }
