@@ -58,12 +58,15 @@ def _remember(module: nn.Module, args: Any) -> None:
     global last
     if torch.compiler.is_compiling():  # modules inside a compiled one: nothing to trace here
         return
+    parameter = next(module.parameters(), None)
+    if parameter is None:  # a loss, say: no model whose memory would be worth explaining
+        return
     again = last is not None and last.model() is module
     if module in _inner and not again:
         return
     if not again:
         _inner.update(module.modules())
-    kind = next((p.device.type for p in module.parameters()), "cpu")
+    kind = parameter.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     # A hook of all modules is not given keyword arguments; they are in the frame that calls it.
     kwargs = sys._getframe(1).f_locals.get("kwargs")

@@ -66,6 +66,9 @@ def make_reading():
     scale = net.blocks[0].up.weight.abs().max().item()  # a value: fake tensors have none
     return net, torch.randn(8, 16) * scale
 
+def make_moved():
+    return Net().to("cpu").to(torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
+
 class Branching(Net):
     def forward(self, x):
         y = super().forward(x)
@@ -136,6 +139,11 @@ def test_a_model_is_not_even_built(program, capsys):
 def test_a_function_that_needs_values_builds_for_real(program, capsys):
     assert main([f"{program}:make_reading"]) == 0
     assert "the model was built for real" in capsys.readouterr().out
+
+
+def test_a_function_that_moves_the_model_builds_it_for_real(program, capsys):
+    assert main([f"{program}:make_moved"]) == 0
+    assert "parameters" in capsys.readouterr().out
 
 
 def test_a_model_that_fake_tensors_cannot_run_is_measured_and_planned_from_that(program, capsys):
@@ -275,6 +283,21 @@ def test_an_error_in_backward_is_explained_and_raised_again():
     assert "checkpoint the 6 blocks blocks.0 to blocks.5" in text
     assert not nn.modules.module._global_forward_hooks
     assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["backward", "the loss"])
+def test_the_model_is_explained_and_not_the_loss(where):
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+            if where == "the loss":
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(output, targets)
+
+    model, tokens, out = Stack((128,) * 6), torch.randint(300, (8, 64)), io.StringIO()
+    with pytest.raises(torch.OutOfMemoryError), watching(file=out):
+        output = model(tokens)
+        Loss()(_Greedy.apply(output).flatten(0, 1), torch.zeros(8 * 64, dtype=torch.int64)).backward()
+    assert "checkpoint the 6 blocks blocks.0 to blocks.5" in out.getvalue()
 
 
 def test_an_error_in_forward_is_found_in_its_frames():

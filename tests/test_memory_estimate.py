@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -584,3 +585,36 @@ def test_inputs_as_keywords_and_tuples():
     by_place = estimate(model, (x, mask, 2.0), optimizer=None)
     assert isinstance(by_name, MemoryReport) and by_name.peak.bytes == by_place.peak.bytes
     assert by_name.whole["inputs"] == x.nbytes + mask.nbytes
+
+
+def test_capturable_steps_have_the_states_of_others():
+    """As CUDA graphs need them; they cannot run on the CPU that simulates them."""
+    model, x = nn.Linear(64, 64), torch.randn(4, 64)
+    reports = [
+        estimate(model, x, optimizer=torch.optim.AdamW(model.parameters(), capturable=capturable), device=device)
+        for capturable in (False, True)
+        for device in ("cpu", "cuda")
+    ]
+    assert len({report.peak.breakdown["optimizer states"] for report in reports}) <= 2
+    assert all(report.peak.breakdown["optimizer states"] >= 2 * 4 * 65 * 64 for report in reports)
+
+
+def test_threads_take_turns():
+    """A simulation changes its model in place, and torch's bookkeeping is the process's."""
+    models = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))) for _ in range(3)]
+    alone = estimate(models[0], torch.randn(4, 32)).peak.bytes
+    found: list[object] = []
+
+    def work(model: nn.Module) -> None:
+        try:
+            found.append(estimate(model, torch.randn(4, 32)).peak.bytes)
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [alone] * 6
+    assert all(type(p) is nn.Parameter and not p.is_meta for model in models for p in model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 import statistics
 import time
@@ -366,6 +368,35 @@ class _Shared(nn.Module):
         for _ in range(3):
             x = self.blocks[0](x)
         return self.blocks[1](x)
+
+
+def test_a_copy_of_a_planned_model_runs_its_own_blocks(tokens):
+    """An average of weights, say. And a plan that is applied can be verified without gradients for the user's model."""
+    torch.manual_seed(0)
+    model = Stack()
+    planner = Planner(model, tokens, loss=_loss, targets=tokens, optimizer="sgd", micro_batches=False)
+    chosen = replace(planner.plan("1GB"), treatments=dict.fromkeys(planner.blocks, "checkpoint"))
+    chosen.apply(model)
+
+    def output(model: nn.Module) -> Tensor:
+        torch.manual_seed(1)  # for the dropout
+        return model(tokens)
+
+    try:
+        average = copy.deepcopy(model)
+        restored = pickle.loads(pickle.dumps(model))
+        expected = output(average)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+        assert torch.equal(output(average), expected) and torch.equal(output(restored), expected)
+        assert not torch.equal(output(model), expected)
+        state = torch.get_rng_state()
+        chosen.verify(repeats=1)
+        assert all(p.grad is None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
+    finally:
+        chosen.undo()
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_blocks_that_are_no_stack_are_treated_alike():

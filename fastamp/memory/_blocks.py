@@ -131,7 +131,7 @@ def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]
                 continue
             module = modules[name]
             done.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _treated(module.forward, treatment, name, chain)
+            module.__dict__["forward"] = _Treated(module.forward, treatment, name, chain)
     except BaseException:
         undo()
         raise
@@ -168,24 +168,42 @@ def _with_chains(treatments: Mapping[str, str]) -> Iterable[tuple[str, str, _Cha
         yield from ((name, treatment, chain) for name in names)
 
 
-def _treated(forward: Callable[..., Any], treatment: str, name: str, chain: _Chain | None) -> Callable[..., Any]:
-    check_treatment(treatment)
-    kind, _, form = treatment.partition(":")
+class _Treated:
+    """A block's forward under a treatment. An object, so that it is copied and pickled with the model: a copy runs the
+    copy's forward."""
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not form:
-            return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        kept: Any = chain.storage(name) if chain is not None else form
+    def __init__(self, forward: Callable[..., Any], treatment: str, name: str, chain: _Chain | None) -> None:
+        check_treatment(treatment)
+        self.forward = forward
+        self.kind, _, self.form = treatment.partition(":")
+        self.name = name
+        self.chain = chain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.kind != "checkpoint":
+            with _region(self.form or "exact", offload=self.kind == "offload"):
+                return self.forward(*args, **kwargs)
+        if not self.form:
+            return torch_checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        kept: Any = self.chain.storage(self.name) if self.chain is not None else self.form
         if not _simulating():
-            return checkpoint(forward, *args, storage=kept, **kwargs)
-        with kept.hooks() if chain is not None else _region(form):
-            return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.forward, *args, storage=kept, **kwargs)
+        with kept.hooks() if self.chain is not None else _region(self.form):
+            return torch_checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
-    def stored(*args: Any, **kwargs: Any) -> Any:
-        with _region(form or "exact", offload=kind == "offload"):
-            return forward(*args, **kwargs)
 
-    return recomputed if kind == "checkpoint" else stored
+def untreat(model: nn.Module) -> None:
+    """Takes every treatment off a model, whoever put it on."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, _Treated):
+            continue
+        while isinstance(forward, _Treated):
+            forward = forward.forward
+        if getattr(forward, "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = forward
 
 
 def _simulating() -> bool:

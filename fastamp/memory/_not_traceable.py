@@ -40,6 +40,7 @@ _LIMIT_PHRASES = (
     "data is not allocated yet",
     "Not available for 'meta' device type",
     "out of meta tensor",
+    "Couldn't swap",  # module.to(device) on fake parameters
     "FakeTensor",
 )
 

@@ -77,7 +77,14 @@ def build(spec: Any, parameters: dict[int, nn.Parameter], foreach: bool) -> torc
     for group in optimizer.param_groups:
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
+        _run_anywhere(group)
     return optimizer
+
+
+def _run_anywhere(group: dict[str, Any]) -> None:
+    """`capturable` steps are for accelerators only; the states are those of other steps."""
+    if group.get("capturable"):
+        group["capturable"] = False
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
@@ -152,6 +159,7 @@ def _one_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined]
     stand_in.param_groups = [{**group, "params": [parameter]}]
+    _run_anywhere(stand_in.param_groups[0])
     parameter.grad = torch.ones_like(parameter)
     stand_in.step()
     return state_bytes(stand_in)

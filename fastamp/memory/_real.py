@@ -40,6 +40,7 @@ class RealStep:
                 "are meta or fake): build the model on a device first"
             )
         self.model = copy.deepcopy(setting.model)
+        _blocks.untreat(self.model)  # of a plan that is applied to the user's
         if setting.precision.parameters is not None:
             self.model.to(setting.precision.parameters)
         pairs = zip(setting.model.parameters(), self.model.parameters(), strict=True)
@@ -76,15 +77,16 @@ class RealStep:
 def measured_report(setting: Setting, treatments: Mapping[str, str], why: str) -> MemoryReport:
     """What `Setting.simulate` gives, from one real step, and a note that says why."""
     real = RealStep(setting, treatments, 'fallback="measure"')
-    if setting.mode == "inference":
-        with Tracking(real.model, inputs=real.inputs) as report:
-            output = real.step.infer()
-        del output
-    else:
-        if real.optimizer is not None:
-            real.train()
-            real.optimize()
-        report = real.report(min(setting.accumulation, 2))
+    with random_states_kept(setting.device_type):
+        if setting.mode == "inference":
+            with Tracking(real.model, inputs=real.inputs) as report:
+                output = real.step.infer()
+            del output
+        else:
+            if real.optimizer is not None:
+                real.train()
+                real.optimize()
+            report = real.report(min(setting.accumulation, 2))
     report.notes.append(f"measured on a copy of the model, for fake tensors could not run it: {why}")
     return setting.titled(report, treatments)
 
@@ -100,14 +102,15 @@ def record(
     """What `Setting.run` gives for a step that trains, from a real one."""
     real = RealStep(setting, treatments, 'fallback="measure"')
     if optimizer and real.optimizer is not None:
-        real.train()
-        real.optimize()
+        with random_states_kept(setting.device_type):
+            real.train()
+            real.optimize()
     for name, parameter in real.model.named_parameters():
         if name in (gradients or ()):
             parameter.grad = torch.zeros_like(parameter)
     recorder = Recorder(real.model, real.optimizer if optimizer else None, watch=watch, scratch=scratch_bytes)
     recorder.note_inputs(real.inputs)
-    with recorder:
+    with random_states_kept(setting.device_type), recorder:
         real.train()
         got = frozenset(name for name, p in real.model.named_parameters() if p.grad is not None)
         seconds = recorder.seconds()
@@ -115,6 +118,11 @@ def record(
             real.optimize()
     optimizer_seconds = recorder.seconds() - seconds
     return RecordedStep(recorder.finish(), recorder.marks, got, None, [], seconds, optimizer_seconds)
+
+
+def random_states_kept(device_type: str | None) -> contextlib.AbstractContextManager[None]:
+    """What a step on a copy draws is not drawn from the program's own random numbers."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if device_type == "cuda" else [])
 
 
 class Stopwatch:
@@ -161,7 +169,7 @@ def timed(setting: Setting, options: Sequence[Mapping[str, str]], names: Sequenc
     for _ in range(repeats + 1):
         for number, treatments in enumerate(options):
             undo = _blocks.apply(real.model, treatments)
-            with _marking(real.model, names, watch.now) as marks:
+            with random_states_kept(setting.device_type), _marking(real.model, names, watch.now) as marks:
                 start = watch.now()
                 real.train()
                 trained = watch.now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -101,6 +102,10 @@ def treatments_of(model: nn.Module, checkpoint: Any, store: Any) -> dict[str, st
     return chosen
 
 
+# The model is changed in place while it is simulated, and torch tracks modules for the whole process.
+_one_at_a_time = threading.RLock()
+
+
 class Setting:
     """All that decides a step's memory except how its blocks are treated. Checks its arguments."""
 
@@ -180,9 +185,10 @@ class Setting:
         real_cuda = self.device_type == "cuda" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if real_cuda else torch.device("cpu")
         emulated = self.device_type == "cuda" and not real_cuda
-        with FakeModel(
+        fakes = FakeModel(
             self.model, mode, device, self.precision.parameters, lambda _, p: training and p.requires_grad
-        ) as fake:
+        )
+        with _one_at_a_time, fakes as fake:
             args, kwargs, targets = fake.fake_tree((self.args, self.kwargs, self.targets))
             undo = _blocks.apply(self.model, treatments)
             try:

@@ -237,7 +237,10 @@ def _found_call(exception: BaseException, model: nn.Module | None) -> _last_call
     last = _last_call.last
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "_call_impl" and isinstance(owner, nn.Module) and model in (None, owner):
+        if frame.f_code.co_name != "_call_impl" or not isinstance(owner, nn.Module):
+            continue
+        # Not a loss, which has no parameters and whose call is not the model's.
+        if model is owner or (model is None and any(True for _ in owner.parameters())):
             args, kwargs = frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
             found = _last_call.call_of(owner, args, kwargs, owner.training, None)
             # The autocast and no_grad around it have ended by now; a watched call of the same model has seen them.

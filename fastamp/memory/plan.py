@@ -27,7 +27,7 @@ from fastamp.memory._profile import (
     lumped_cost,
     step_cost,
 )
-from fastamp.memory._real import RealStep, Stopwatch, measured_report
+from fastamp.memory._real import RealStep, Stopwatch, measured_report, random_states_kept
 from fastamp.memory._recorder import RecordedStep
 from fastamp.memory._sizes import format_bytes, parse_bytes
 from fastamp.memory._variants import Variants, batch_size, changed, sliced
@@ -509,12 +509,13 @@ def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryRep
             f"verify runs the step where the model is, on {real.step.device_type}, and the plan is for "
             f"{setting.device_type}: plan with device={real.step.device_type!r}, or a model that is there"
         )
-    for _ in range(repeats + 1):
-        began = watch.now()
-        real.train(plan.accumulation)
-        real.optimize()
-        seconds.append(watch.between(began, watch.now()))
-    report = real.report(min(plan.accumulation, 2))
+    with random_states_kept(setting.device_type):
+        for _ in range(repeats + 1):
+            began = watch.now()
+            real.train(plan.accumulation)
+            real.optimize()
+            seconds.append(watch.between(began, watch.now()))
+        report = real.report(min(plan.accumulation, 2))
     return report, median(seconds[1:])
 
 
