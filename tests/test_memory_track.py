@@ -237,7 +237,7 @@ def test_plot_says_what_is_missing(report, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no timeline"):
         MemoryReport().plot(tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot needs matplotlib; get it with: .*fastamp\[demo\]"):
+    with pytest.raises(ImportError, match=r"plot needs matplotlib; get it with: .*pip install matplotlib"):
         report.plot(tmp_path / "x.png")
 
 

@@ -77,7 +77,7 @@ class RealStep:
 def measured_report(setting: Setting, treatments: Mapping[str, str], why: str) -> MemoryReport:
     """What `Setting.simulate` gives, from one real step, and a note that says why."""
     real = RealStep(setting, treatments, 'fallback="measure"')
-    with random_states_kept(setting.device_type):
+    with random_states_kept():
         if setting.mode == "inference":
             with Tracking(real.model, inputs=real.inputs) as report:
                 output = real.step.infer()
@@ -102,7 +102,7 @@ def record(
     """What `Setting.run` gives for a step that trains, from a real one."""
     real = RealStep(setting, treatments, 'fallback="measure"')
     if optimizer and real.optimizer is not None:
-        with random_states_kept(setting.device_type):
+        with random_states_kept():
             real.train()
             real.optimize()
     for name, parameter in real.model.named_parameters():
@@ -110,7 +110,7 @@ def record(
             parameter.grad = torch.zeros_like(parameter)
     recorder = Recorder(real.model, real.optimizer if optimizer else None, watch=watch, scratch=scratch_bytes)
     recorder.note_inputs(real.inputs)
-    with random_states_kept(setting.device_type), recorder:
+    with random_states_kept(), recorder:
         real.train()
         got = frozenset(name for name, p in real.model.named_parameters() if p.grad is not None)
         seconds = recorder.seconds()
@@ -120,9 +120,9 @@ def record(
     return RecordedStep(recorder.finish(), recorder.marks, got, None, [], seconds, optimizer_seconds)
 
 
-def random_states_kept(device_type: str | None) -> contextlib.AbstractContextManager[None]:
+def random_states_kept() -> contextlib.AbstractContextManager[None]:
     """What a step on a copy draws is not drawn from the program's own random numbers."""
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if device_type == "cuda" else [])
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 class Stopwatch:
@@ -169,7 +169,7 @@ def timed(setting: Setting, options: Sequence[Mapping[str, str]], names: Sequenc
     for _ in range(repeats + 1):
         for number, treatments in enumerate(options):
             undo = _blocks.apply(real.model, treatments)
-            with random_states_kept(setting.device_type), _marking(real.model, names, watch.now) as marks:
+            with random_states_kept(), _marking(real.model, names, watch.now) as marks:
                 start = watch.now()
                 real.train()
                 trained = watch.now()

@@ -509,7 +509,7 @@ def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryRep
             f"verify runs the step where the model is, on {real.step.device_type}, and the plan is for "
             f"{setting.device_type}: plan with device={real.step.device_type!r}, or a model that is there"
         )
-    with random_states_kept(setting.device_type):
+    with random_states_kept():
         for _ in range(repeats + 1):
             began = watch.now()
             real.train(plan.accumulation)
