@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from make_readme import setting
+
 RESULTS = Path(__file__).resolve().parent / "results"
 BLUE, ORANGE, GREY, RED = "#2a7f9e", "#e09f3e", "#6b7280", "#d1495b"
 COLOURS = {"torch": ORANGE, "fastamp": BLUE, "mul_": GREY}
@@ -31,14 +33,8 @@ def axes_of(title: str, count: int = 1, height: float = 4.0) -> tuple[Any, Any]:
     return figure, axes
 
 
-def conditions(content: dict[str, Any]) -> str:
-    machine = content["machine"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    return f"{machine['processor']}, {threads}, torch {machine['torch']}"
-
-
 def sizes(content: dict[str, Any]) -> Any:
-    figure, (counts, nbytes) = axes_of(f"The cost of unscaling, {conditions(content)}", 2)
+    figure, (counts, nbytes) = axes_of(f"The cost of unscaling, {setting(content['machine'])}", 2)
     for axes, key in ((counts, "count"), (nbytes, "bytes")):
         results = [result for result in content["results"] if key in result]
         at = [result[key] for result in results]
@@ -59,7 +55,7 @@ def sizes(content: dict[str, Any]) -> Any:
 def activation_storage(content: dict[str, Any]) -> Any:
     from matplotlib.patches import Patch
 
-    figure, (kept, time) = axes_of(f"A 12-layer GPT's training step, {conditions(content)}", 2, 4.6)
+    figure, (kept, time) = axes_of(f"A 12-layer GPT's training step, {setting(content['machine'])}", 2, 4.6)
     cases = content["cases"]
     plain = cases["plain autograd"]
     names = list(reversed(cases))

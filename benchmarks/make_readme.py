@@ -22,11 +22,14 @@ def duration(microseconds: float) -> str:
     return f"{microseconds / 1000:.1f} ms" if microseconds >= 1000 else f"{microseconds:.0f} us"
 
 
-def conditions(content: dict[str, Any]) -> str:
-    machine = content["machine"]
+def setting(machine: dict[str, Any]) -> str:
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    return f"{machine['processor']}, {threads}, torch {machine['torch']}"
+
+
+def conditions(content: dict[str, Any]) -> str:
     what = content.get("what", "medians of interleaved runs and of their ratios")
-    return f"{machine['processor']}, {threads}, torch {machine['torch']}, Python {machine['python']}; {what}"
+    return f"{setting(content['machine'])}, Python {content['machine']['python']}; {what}"
 
 
 def baselines(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "tensor_ref.h"
@@ -37,10 +38,10 @@ struct Buckets {
     }
   }
 
-  // for_each for launchers that write; `one_thread_elements` is of their table, 0 where the order among dtypes matters
-  // too. A launch works on all its tensors at once, so memory that is listed twice (a
+  // for_each for launchers that write. A launch works on all its tensors at once, so memory that is listed twice (a
   // parameter that two groups share, one gradient of two parameters) would be written by two threads at a time: its
   // second mention waits for a launch of its own, its third for another. The results are those of one after the other.
+  // one_thread_elements: of the launchers' table; 0 where the order among dtypes matters too.
   template <class Fn>
   void for_each_in_turn(int64_t one_thread_elements, const Fn& fn) const {
     if (!exceeds(one_thread_elements) || !repeats()) return for_each(fn);
@@ -94,7 +95,6 @@ struct Buckets {
     auto turn_of = [&](const void* data, int64_t numel) -> Buckets& {
       const size_t turn = numel ? mentions[data]++ : 0;
       if (turn >= found.size()) found.resize(turn + 1);
-      found[turn].count = count;
       return found[turn];
     };
     for (const auto& [index, d] : order) {

@@ -55,6 +55,10 @@ def _overlaps_itself(grad: Tensor) -> bool:
     return False
 
 
+def _name(group_index: int, param_index: int) -> str:
+    return f"the gradient of params[{param_index}] in group {group_index}"
+
+
 class GradientBuckets:
     """Every ``p.grad`` that is not None, of every parameter in every group, sorted by device.
 
@@ -90,9 +94,8 @@ class GradientBuckets:
                     self._take(grad, group_index, param_index)
 
     def _take(self, grad: Tensor, group_index: int, param_index: int) -> None:
-        what = f"the gradient of params[{param_index}] in group {group_index}"
         if not isinstance(grad, Tensor):
-            raise TypeError(f"{what} must be a tensor, got {type(grad).__name__}")
+            raise TypeError(f"{_name(group_index, param_index)} must be a tensor, got {type(grad).__name__}")
         self.count += 1
         if self.first_fp16 is None and grad.dtype == torch.float16:
             self.first_fp16 = (group_index, param_index)
@@ -101,10 +104,13 @@ class GradientBuckets:
             self.other_at.append((group_index, param_index))
             return
         if grad.dtype not in _DTYPES:
-            raise RuntimeError(f"{what} must be a floating-point or complex tensor, got {grad.dtype}")
+            raise RuntimeError(
+                f"{_name(group_index, param_index)} must be a floating-point or complex tensor, got {grad.dtype}"
+            )
         if not grad.is_contiguous() and _overlaps_itself(grad):
             raise RuntimeError(
-                f"{what} overlaps itself in memory (an expanded tensor?): assign .contiguous() to .grad instead"
+                f"{_name(group_index, param_index)} overlaps itself in memory (an expanded tensor?): assign "
+                ".contiguous() to .grad instead"
             )
         self._by_device.setdefault(grad.device, []).append(grad)
 

@@ -58,11 +58,11 @@ def _remember(module: nn.Module, args: Any) -> None:
     global last
     if torch.compiler.is_compiling():  # modules inside a compiled one: nothing to trace here
         return
-    parameter = next(module.parameters(), None)
-    if parameter is None:  # a loss, say: no model whose memory would be worth explaining
-        return
     again = last is not None and last.model() is module
     if module in _inner and not again:
+        return
+    parameter = next(module.parameters(), None)
+    if parameter is None:  # a loss, say: no model whose memory would be worth explaining
         return
     if not again:
         _inner.update(module.modules())

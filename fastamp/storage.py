@@ -97,6 +97,10 @@ def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
+def distinct_bytes(tensor: Tensor) -> int:
+    return math.prod(_distinct(tensor.shape, tensor.stride())) * tensor.element_size()
+
+
 def _by_stride(stride: Sequence[int]) -> list[int]:
     return sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
 
@@ -259,9 +263,7 @@ def is_activation(tensor: Tensor, min_bytes: int = MIN_BYTES) -> bool:
 def exceeds_its_memory(tensor: Tensor) -> bool:
     """Whether a view has more elements than there are in memory, as of windows that overlap. All of them, coded one by
     one, could take more than the memory that keeping the view keeps."""
-    return (
-        math.prod(_distinct(tensor.shape, tensor.stride())) * tensor.element_size() > tensor.untyped_storage().nbytes()
-    )
+    return distinct_bytes(tensor) > tensor.untyped_storage().nbytes()
 
 
 def codec_for(

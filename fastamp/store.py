@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 import threading
 import weakref
@@ -32,6 +31,7 @@ from fastamp.storage import (
     Policy,
     check_storage,
     codec_for,
+    distinct_bytes,
     is_leaf,
 )
 
@@ -539,14 +539,15 @@ class _Region:
             self.stats._add("kept", 0, 0)  # what a subclass holds, only it knows
             return _AsIs(tensor, None)
         root = tensor if tensor._base is None else tensor._base
-        again = self._of_what_is_stored(tensor)
-        if again is not None:
-            return again
         if is_leaf(root) and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
             self.stats._add("parameters", tensor.nbytes, tensor.nbytes)
             return _AsIs(tensor, None)
         memory = tensor.untyped_storage()
         storage, known = self._storage(memory)
+        # An operator saves its result before anything else can; others that save it want it as it is.
+        again = None if known else self._of_what_is_stored(tensor)
+        if again is not None:
+            return again
         if storage.as_is is None or storage.as_is() is None:
             codec = self._codec(tensor, root, memory)
             if codec is not None:
@@ -623,7 +624,7 @@ class _Region:
                 self.stats._add("duplicates", tensor.nbytes, 0)
                 return _Coded(tensor, payload, offset)
         # Packing runs without autograd, and so does whatever it calls.
-        part = _distinct_bytes(tensor)
+        part = distinct_bytes(tensor)
         if _worth_whole(storage.coded_in_parts + part, tensor, root, memory):
             what, offset, layout = whole, tensor.storage_offset(), None
             numel = memory.nbytes() // tensor.element_size()
@@ -663,11 +664,6 @@ class _Region:
         else:
             self.stats._add("duplicates", tensor.nbytes, 0)
         return _AsIs(tensor, token)
-
-
-def _distinct_bytes(tensor: Tensor) -> int:
-    elements = math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0)
-    return elements * tensor.element_size()
 
 
 def _worth_whole(parts: int, tensor: Tensor, root: Tensor, memory: torch.UntypedStorage) -> bool:

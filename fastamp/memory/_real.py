@@ -74,23 +74,31 @@ class RealStep:
         return report
 
 
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """What a step on a copy draws is not drawn from the program's own random numbers."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield
+
+
+@random_states_kept()
 def measured_report(setting: Setting, treatments: Mapping[str, str], why: str) -> MemoryReport:
     """What `Setting.simulate` gives, from one real step, and a note that says why."""
     real = RealStep(setting, treatments, 'fallback="measure"')
-    with random_states_kept():
-        if setting.mode == "inference":
-            with Tracking(real.model, inputs=real.inputs) as report:
-                output = real.step.infer()
-            del output
-        else:
-            if real.optimizer is not None:
-                real.train()
-                real.optimize()
-            report = real.report(min(setting.accumulation, 2))
+    if setting.mode == "inference":
+        with Tracking(real.model, inputs=real.inputs) as report:
+            output = real.step.infer()
+        del output
+    else:
+        if real.optimizer is not None:
+            real.train()
+            real.optimize()
+        report = real.report(min(setting.accumulation, 2))
     report.notes.append(f"measured on a copy of the model, for fake tensors could not run it: {why}")
     return setting.titled(report, treatments)
 
 
+@random_states_kept()
 def record(
     setting: Setting,
     treatments: Mapping[str, str],
@@ -102,15 +110,14 @@ def record(
     """What `Setting.run` gives for a step that trains, from a real one."""
     real = RealStep(setting, treatments, 'fallback="measure"')
     if optimizer and real.optimizer is not None:
-        with random_states_kept():
-            real.train()
-            real.optimize()
+        real.train()
+        real.optimize()
     for name, parameter in real.model.named_parameters():
         if name in (gradients or ()):
             parameter.grad = torch.zeros_like(parameter)
     recorder = Recorder(real.model, real.optimizer if optimizer else None, watch=watch, scratch=scratch_bytes)
     recorder.note_inputs(real.inputs)
-    with random_states_kept(), recorder:
+    with recorder:
         real.train()
         got = frozenset(name for name, p in real.model.named_parameters() if p.grad is not None)
         seconds = recorder.seconds()
@@ -118,11 +125,6 @@ def record(
             real.optimize()
     optimizer_seconds = recorder.seconds() - seconds
     return RecordedStep(recorder.finish(), recorder.marks, got, None, [], seconds, optimizer_seconds)
-
-
-def random_states_kept() -> contextlib.AbstractContextManager[None]:
-    """What a step on a copy draws is not drawn from the program's own random numbers."""
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 class Stopwatch:
@@ -158,6 +160,7 @@ class Timed(NamedTuple):
     optimizer_seconds: float
 
 
+@random_states_kept()
 def timed(setting: Setting, options: Sequence[Mapping[str, str]], names: Sequence[str], repeats: int) -> list[Timed]:
     """Runs the step `repeats` times under each of several treatments of blocks, in turns, after one that warms up.
 
@@ -169,7 +172,7 @@ def timed(setting: Setting, options: Sequence[Mapping[str, str]], names: Sequenc
     for _ in range(repeats + 1):
         for number, treatments in enumerate(options):
             undo = _blocks.apply(real.model, treatments)
-            with random_states_kept(), _marking(real.model, names, watch.now) as marks:
+            with _marking(real.model, names, watch.now) as marks:
                 start = watch.now()
                 real.train()
                 trained = watch.now()

@@ -40,7 +40,7 @@ class SimulatedStorage:
         if root.is_leaf and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
             return tensor
         memory = tensor.untyped_storage()
-        parts = self._parts.get(memory, 0) + store._distinct_bytes(tensor)
+        parts = self._parts.get(memory, 0) + storage.distinct_bytes(tensor)
         whole = store._worth_whole(parts, tensor, root, memory)
         key: Any = None if whole else (tensor.storage_offset(), tensor.shape, tensor.stride())
         stretches = self._payloads.setdefault(memory, weakref.WeakValueDictionary())

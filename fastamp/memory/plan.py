@@ -501,6 +501,7 @@ def _report(setting: Setting, treatments: dict[str, str], for_real: bool) -> Mem
     return setting.simulate(treatments)
 
 
+@random_states_kept()
 def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
     """A planned step for real, on a copy of the model: its record, and the median of unrecorded times."""
     real, watch, seconds = RealStep(setting, plan.treatments, "verify"), Stopwatch(setting.device_type), []
@@ -509,13 +510,12 @@ def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryRep
             f"verify runs the step where the model is, on {real.step.device_type}, and the plan is for "
             f"{setting.device_type}: plan with device={real.step.device_type!r}, or a model that is there"
         )
-    with random_states_kept():
-        for _ in range(repeats + 1):
-            began = watch.now()
-            real.train(plan.accumulation)
-            real.optimize()
-            seconds.append(watch.between(began, watch.now()))
-        report = real.report(min(plan.accumulation, 2))
+    for _ in range(repeats + 1):
+        began = watch.now()
+        real.train(plan.accumulation)
+        real.optimize()
+        seconds.append(watch.between(began, watch.now()))
+    report = real.report(min(plan.accumulation, 2))
     return report, median(seconds[1:])
 
 
