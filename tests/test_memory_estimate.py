@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
+import types
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +23,10 @@ import torch.nn.functional as F
 from memory_checks import Measured, check_estimate, close
 from memory_models import CNN, GPT, Block, allocated_peak, make, storage_bytes
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
-from fastamp.memory import MemoryReport, NotTraceable, _blocks, estimate
+from fastamp.memory import MemoryReport, NotTraceable, _blocks, _held, estimate
 from fastamp.memory._optimizers import NAMES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -418,6 +426,140 @@ def test_the_model_and_random_states_are_left_alone(fails):
     assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python_rng
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
     model(inputs).sum().backward()
+
+
+@dataclasses.dataclass
+class _Layer:
+    keys: deque[Tensor] = dataclasses.field(default_factory=lambda: deque(maxlen=4))
+    last: Tensor | None = None
+
+
+class _Cache:
+    """What a library keeps keys and values in: no module, no container."""
+
+    __slots__ = ("__dict__", "length", "table")
+
+    def __init__(self) -> None:
+        self.layers = collections.defaultdict(_Layer)
+        self.table = torch.arange(4.0)
+        self.length = 0
+
+
+class _Pair(NamedTuple):
+    scale: Tensor
+    notes: list[Tensor]
+
+
+class _Caching(nn.Module):
+    """Stores what it computes in all sorts of places, and computes with tensors that lie in others."""
+
+    shared: ClassVar[dict[str, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.unregistered = [nn.Linear(4, 4)]
+        self.cache = _Cache()
+        self.ordered = collections.OrderedDict(scale=torch.ones(4))
+        self.nested = {"rows": [[torch.ones(4)], (torch.ones(4), {"deep": torch.ones(4)})]}
+        self.pair = _Pair(torch.ones(4), [])
+        self.options = types.SimpleNamespace(calls=0)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, (second, deeper) = self.nested["rows"]
+        x = self.inner(x) * self.cache.table * self.ordered["scale"] * first[0] * second * deeper["deep"]
+        x = self.unregistered[0](x * self.pair.scale)
+        layer = self.cache.layers["first"]
+        layer.keys.append(x)
+        layer.last = x
+        self.cache.length += 1
+        self.cache.extra = x
+        self.ordered["last"] = self.shared["last"] = first[0] = x
+        deeper["more"] = [x]
+        self.pair.notes.append(x)
+        self.options.calls += 1
+        self.options.last = x
+        return x
+
+
+def _reach(model: _Caching) -> list[object]:
+    """All that it holds, with tensors by identity."""
+    cache, layers = model.cache, model.cache.layers
+    held = [
+        *(value for layer in layers.values() for value in (list(layer.keys), layer.last)),
+        [cache.length, cache.table, sorted(cache.__dict__), list(layers)],
+        [list(model.ordered.items()), model.nested, model.pair, model.options, dict(model.shared)],
+        [id(p) for p in model.unregistered[0].parameters()],
+    ]
+    return [id(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(held)]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["unused", "used"])
+@pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
+def test_whatever_a_step_stores_is_taken_out_again(before, fails):
+    model, x = _Caching(), torch.randn(2, 4)
+    for _ in range(before):
+        model(x)
+    held = _reach(model)
+    expected = model.unregistered[0].weight
+    if fails:
+        with pytest.raises(NotTraceable):
+            estimate(model, x, loss=lambda output: output.nonzero().float().sum())
+    else:
+        estimate(model, x)
+    assert _reach(model) == held
+    assert model.unregistered[0].weight is expected and expected.grad is None
+    model(x).sum().backward()
+    assert not any(isinstance(t, FakeTensor) for t in (model.ordered["last"], model.cache.extra, expected.grad))
+    _Caching.shared.clear()
+
+
+def test_tensors_within_containers_and_objects_are_simulated_on_the_devices_type():
+    """In the parameters' type, as those that lie in attributes."""
+    report = estimate(_Caching(), torch.randn(2, 4), precision="bf16", optimizer=None)
+    assert all(holder.largest.endswith("bfloat16") for holder in report.peak.holders if holder.category != "inputs")
+    _Caching.shared.clear()
+
+
+def test_what_a_loss_and_an_optimizer_store_is_taken_out_again():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = {"losses": []}
+
+        def forward(self, output: Tensor) -> Tensor:
+            self.seen["losses"].append(output.sum())
+            return self.seen["losses"][-1]
+
+    class Averaging(torch.optim.SGD):
+        """Keeps an average of each parameter outside its state."""
+
+        def __init__(self, params, lr: float) -> None:
+            super().__init__(params, lr)
+            self.averages: dict[str, list[Tensor]] = {"all": []}
+
+        def step(self, closure=None):
+            super().step(closure)
+            self.averages["all"] += [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    model, loss = nn.Linear(4, 4), Loss()
+    optimizer = Averaging(model.parameters(), 0.1)
+    for each in (loss, loss.forward):
+        estimate(model, torch.randn(2, 4), loss=each, optimizer=optimizer)
+    assert loss.seen == {"losses": []} and optimizer.averages == {"all": []}
+
+
+def test_a_model_that_holds_a_great_deal_is_simulated_in_reasonable_time(monkeypatch):
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model.records = [types.SimpleNamespace(number=n, tags=[n]) for n in range(100_000)]
+    model.numbers = list(range(2_000_000))
+    start = time.process_time()
+    report = estimate(model, x)
+    assert time.process_time() - start < 20
+    assert not report.notes and len(model.numbers) == 2_000_000
+    monkeypatch.setattr(_held, "_MOST", 1000)
+    assert any("holds more objects than were looked into" in note for note in estimate(model, x).notes)
 
 
 def test_a_model_too_large_for_any_machine_is_estimated():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fastamp.memory._held import Held
 from fastamp.memory._not_traceable import NotTraceable
 
 
@@ -28,11 +29,12 @@ class FakeModel:
     afterwards.
 
     The model is changed in place rather than copied, so closures over its modules (checkpoint wrappers,
-    hooks) see the fake tensors too. Whatever the step does to attributes of its modules is undone, random
-    states included.
+    hooks) see the fake tensors too. Whatever the step does to attributes of its modules, and to what they hold in
+    containers and objects of any depth, is undone, random states included.
 
     dtype: floating parameters and buffers become this type; None keeps each one's own.
     trains: which parameters require gradients, called with (name, parameter).
+    others: objects that the step uses too. What it does to them is undone, and their tensors stay real.
     """
 
     def __init__(
@@ -42,19 +44,22 @@ class FakeModel:
         device: torch.device,
         dtype: torch.dtype | None,
         trains: Callable[[str, nn.Parameter], bool],
+        others: Iterable[Any] = (),
     ) -> None:
         self.model = model
         self.mode = mode
         self.device = device
         self.dtype = dtype
         self.trains = trains
+        self.others = list(others)
         self.parameters: dict[int, nn.Parameter] = {}
-        """id of each of the model's own parameters -> its fake one."""
+        """id of each parameter within the model's reach -> its fake one."""
+        self.complete = True
+        """Whether all was found that has to be restored."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
-        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        self._saved: list[Held] = []
 
     def __enter__(self) -> FakeModel:
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 where = next(name for name, each in self.model.named_modules() if each is module)
@@ -65,30 +70,20 @@ class FakeModel:
                 )
         self._random = random.getstate(), torch.get_rng_state(), _numpy_state()
         try:
-            for module in self.model.modules():
-                containers = [(value, _copy(value)) for value in module.__dict__.values() if type(value) in _CONTAINERS]
-                self._saved.append((module, dict(module.__dict__), containers))
-            for module in self.model.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[name] = self._parameter(parameter, names[id(parameter)])
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = self.fake(buffer)
-                for name, value in list(module.__dict__.items()):
-                    if name not in ("_parameters", "_buffers", "_modules"):
-                        self._replace(module, name, value)
+            held = Held(self.model.modules())
+            self._saved = [held, Held(self.others)]
+            self.complete = all(each.complete for each in self._saved)
+            for name, parameter in self.model.named_parameters():
+                self._parameter(parameter, name)
+            held.replace(self._swapped)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for module, attributes, containers in self._saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for value, copy in containers:
-                _restore(value, copy)
+        for held in self._saved:
+            held.restore()
         self._saved.clear()
         python, cpu, numpy_state = self._random
         random.setstate(python)
@@ -125,40 +120,12 @@ class FakeModel:
             self.parameters[id(parameter)] = nn.Parameter(self.fake(parameter), requires_grad=trained)
         return self.parameters[id(parameter)]
 
-    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Tensors in plain attributes, and in lists, tuples and dicts of them (an RNN's flat weights)."""
-
-        def swap(item: Any) -> Any:
-            if isinstance(item, Tensor):
-                return self.parameters[id(item)] if id(item) in self.parameters else self.fake(item)
-            return item
-
-        if isinstance(value, Tensor):
-            module.__dict__[name] = swap(value)
-        elif type(value) is list:
-            value[:] = [swap(item) for item in value]
-        elif type(value) is tuple:
-            module.__dict__[name] = tuple(swap(item) for item in value)
-        elif type(value) is dict and not name.startswith("_"):
-            for key, item in value.items():
-                value[key] = swap(item)
-
-
-_CONTAINERS = (
-    list,
-    dict,
-    set,
-    *(type(getattr(nn.Module(), name)) for name in ("_parameters", "_buffers", "_modules")),
-)
-
-
-def _copy(value: Any) -> Any:
-    return value.copy()
-
-
-def _restore(value: Any, copy: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(copy)
+    def _swapped(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in self.parameters:
+            # Of a module that is no submodule: kept in a list, say.
+            trained = tensor.requires_grad and self.trains("", tensor)
+            self.parameters[id(tensor)] = nn.Parameter(self.fake(tensor), requires_grad=trained)
+        return self.parameters[id(tensor)] if id(tensor) in self.parameters else self.fake(tensor)
 
 
 def _numpy_state() -> Any:

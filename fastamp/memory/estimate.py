@@ -186,7 +186,12 @@ class Setting:
         device = torch.device("cuda", torch.cuda.current_device()) if real_cuda else torch.device("cpu")
         emulated = self.device_type == "cuda" and not real_cuda
         fakes = FakeModel(
-            self.model, mode, device, self.precision.parameters, lambda _, p: training and p.requires_grad
+            self.model,
+            mode,
+            device,
+            self.precision.parameters,
+            lambda _, p: training and p.requires_grad,
+            others=(getattr(self.loss, "__self__", self.loss), self.optimizer),
         )
         with _one_at_a_time, fakes as fake:
             args, kwargs, targets = fake.fake_tree((self.args, self.kwargs, self.targets))
@@ -200,9 +205,15 @@ class Setting:
                     scratch = scratch_bytes if self.device_type == "cpu" else None
                     recorder = Recorder(self.model, watch=watch, cost=cost, scratch=scratch)
                     recorder.note_inputs(args, kwargs, targets)
-                    return self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
+                    run = self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
             finally:
                 undo()
+        if not fake.complete:
+            run.notes.append(
+                f"{type(self.model).__name__} holds more objects than were looked into: what the step stores in those "
+                "that lie deepest is not taken out again"
+            )
+        return run
 
     def _record(
         self, step: Step, fake: FakeModel, recorder: Recorder, with_optimizer: bool, micro_batches: int
