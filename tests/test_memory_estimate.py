@@ -24,6 +24,7 @@ from memory_checks import Measured, check_estimate, close
 from memory_models import CNN, GPT, Block, allocated_peak, make, storage_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from fastamp.memory import MemoryReport, NotTraceable, _blocks, _held, estimate
@@ -191,6 +192,28 @@ def test_an_optimizers_own_groups_settings_and_state_are_left_alone():
     assert not optimizer.state and optimizer.param_groups[0]["params"][0] is model.weight
     assert scheduler.last_epoch == 0
     assert "foreach" in optimizer.param_groups[0] and optimizer.param_groups[0]["foreach"] is None
+
+
+@pytest.mark.parametrize("runs", ["simulated", "measured"])
+def test_hooks_of_an_optimizer_do_not_see_steps_that_are_none_of_the_programs(runs):
+    model = nn.Linear(8, 8) if runs == "simulated" else _Branches()
+    inputs, called = torch.randn(2, model.in_features if runs == "simulated" else 4), []
+
+    def hook(optimizer, args, kwargs) -> None:
+        called.append(optimizer)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    of_all = [register_optimizer_step_pre_hook(hook), register_optimizer_step_post_hook(hook)]
+    try:
+        report = estimate(model, inputs, optimizer=optimizer, fallback="measure")
+        assert report.optimizer_states > 0 and not called
+        optimizer.step()
+        assert len(called) == 4  # they are back
+    finally:
+        for handle in of_all:
+            handle.remove()
 
 
 class _Picky(torch.optim.Optimizer):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.optim import optimizer as _torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -74,11 +77,28 @@ def build(spec: Any, parameters: dict[int, nn.Parameter], foreach: bool) -> torc
         optimizer = kind(trained)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: calling {name_of(spec)} gave {type(optimizer).__name__}, not an optimizer")
+    # The user's hooks count steps, say: these are none of theirs.
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
     for group in optimizer.param_groups:
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
         _run_anywhere(group)
     return optimizer
+
+
+@contextlib.contextmanager
+def hooks_of_all_optimizers_off() -> Iterator[None]:
+    """Steps in here call none of the hooks that a program registered for every optimizer."""
+    registered: tuple[dict[int, Any], ...] = _torch._global_optimizer_pre_hooks, _torch._global_optimizer_post_hooks
+    kept = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, kept, strict=True):
+            hooks.update(before)
 
 
 def _run_anywhere(group: dict[str, Any]) -> None:

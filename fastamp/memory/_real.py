@@ -75,13 +75,14 @@ class RealStep:
 
 
 @contextlib.contextmanager
-def random_states_kept() -> Iterator[None]:
-    """What a step on a copy draws is not drawn from the program's own random numbers."""
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+def apart() -> Iterator[None]:
+    """What a step on a copy draws is not drawn from the program's own random numbers, and its hooks do not see it."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), _optimizers.hooks_of_all_optimizers_off():
         yield
 
 
-@random_states_kept()
+@apart()
 def measured_report(setting: Setting, treatments: Mapping[str, str], why: str) -> MemoryReport:
     """What `Setting.simulate` gives, from one real step, and a note that says why."""
     real = RealStep(setting, treatments, 'fallback="measure"')
@@ -98,7 +99,7 @@ def measured_report(setting: Setting, treatments: Mapping[str, str], why: str) -
     return setting.titled(report, treatments)
 
 
-@random_states_kept()
+@apart()
 def record(
     setting: Setting,
     treatments: Mapping[str, str],
@@ -160,7 +161,7 @@ class Timed(NamedTuple):
     optimizer_seconds: float
 
 
-@random_states_kept()
+@apart()
 def timed(setting: Setting, options: Sequence[Mapping[str, str]], names: Sequence[str], repeats: int) -> list[Timed]:
     """Runs the step `repeats` times under each of several treatments of blocks, in turns, after one that warms up.
 

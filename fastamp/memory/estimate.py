@@ -193,7 +193,7 @@ class Setting:
             lambda _, p: training and p.requires_grad,
             others=(getattr(self.loss, "__self__", self.loss), self.optimizer),
         )
-        with _one_at_a_time, fakes as fake:
+        with _one_at_a_time, _optimizers.hooks_of_all_optimizers_off(), fakes as fake:
             args, kwargs, targets = fake.fake_tree((self.args, self.kwargs, self.targets))
             undo = _blocks.apply(self.model, treatments)
             try:

@@ -27,7 +27,7 @@ from fastamp.memory._profile import (
     lumped_cost,
     step_cost,
 )
-from fastamp.memory._real import RealStep, Stopwatch, measured_report, random_states_kept
+from fastamp.memory._real import RealStep, Stopwatch, apart, measured_report
 from fastamp.memory._recorder import RecordedStep
 from fastamp.memory._sizes import format_bytes, parse_bytes
 from fastamp.memory._variants import Variants, batch_size, changed, sliced
@@ -501,7 +501,7 @@ def _report(setting: Setting, treatments: dict[str, str], for_real: bool) -> Mem
     return setting.simulate(treatments)
 
 
-@random_states_kept()
+@apart()
 def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryReport, float]:
     """A planned step for real, on a copy of the model: its record, and the median of unrecorded times."""
     real, watch, seconds = RealStep(setting, plan.treatments, "verify"), Stopwatch(setting.device_type), []
