@@ -345,6 +345,36 @@ def test_apply_and_undo_change_memory_and_not_gradients(whole, tokens):
         found.apply(CNN(blocks=2))
 
 
+def test_a_model_takes_one_plan_at_a_time(whole, tokens):
+    model = Stack()
+    first = replace(whole.plan("1GB"), treatments=dict.fromkeys(whole.blocks, "checkpoint"))
+    second = replace(first, treatments=dict.fromkeys(whole.blocks, "store:exact"))
+    same = replace(first)
+    first.apply(model)
+    for each, treated in ((second, model), (same, model), (second, copy.deepcopy(model))):
+        with pytest.raises(RuntimeError, match=r"apply: Stack .* \('blocks.0': checkpoint\): call that plan's undo"):
+            each.apply(treated)
+    expected = [id(block.__dict__["forward"]) for block in model.blocks]
+    first.undo()
+    second.apply(model)
+    assert all(id(block.__dict__["forward"]) not in expected for block in model.blocks)
+    second.undo()
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+def test_a_plan_is_simulated_alike_on_a_model_that_has_one():
+    model, tokens = Stack(), torch.randint(300, (4, 64))
+    settings = {"optimizer": "sgd", "micro_batches": False}
+    planner = Planner(model, tokens, **settings)
+    expected = {each: planner._peak(1, dict.fromkeys(planner.blocks, each)) for each in planner.options}
+    applied = replace(planner.plan("1GB"), treatments=dict.fromkeys(planner.blocks, "checkpoint"))
+    applied.apply(model)
+    again = Planner(model, tokens, **settings)
+    assert {each: again._peak(1, dict.fromkeys(again.blocks, each)) for each in again.options} == expected
+    assert applied.estimate().peak.bytes == expected["checkpoint"]
+    applied.undo()
+
+
 def test_the_words_of_a_plan(whole):
     keep = whole._peak(1, dict.fromkeys(whole.blocks, "keep"))
     found = whole.plan(int(0.8 * keep))

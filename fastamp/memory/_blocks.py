@@ -112,7 +112,8 @@ def _formats(kind: str) -> str:
 def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]:
     """Put a treatment on each named block; the function returned takes them all off again.
 
-    A block's `forward` is replaced on the instance, so hooks, names and state dicts stay as they are.
+    A block's `forward` is replaced on the instance, so hooks, names and state dicts stay as they are. It takes the
+    place of a treatment that is there already.
     """
     modules = dict(model.named_modules())
     done: list[tuple[nn.Module, Any]] = []
@@ -127,11 +128,12 @@ def apply(model: nn.Module, treatments: Mapping[str, str]) -> Callable[[], None]
 
     try:
         for name, treatment, chain in _with_chains(treatments):
-            if treatment == "keep":
-                continue
             module = modules[name]
+            own = _untreated(module.forward)
+            if treatment == "keep" and own == module.forward:
+                continue
             done.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _Treated(module.forward, treatment, name, chain)
+            module.__dict__["forward"] = own if treatment == "keep" else _Treated(own, treatment, name, chain)
     except BaseException:
         undo()
         raise
@@ -175,6 +177,7 @@ class _Treated:
     def __init__(self, forward: Callable[..., Any], treatment: str, name: str, chain: _Chain | None) -> None:
         check_treatment(treatment)
         self.forward = forward
+        self.treatment = treatment
         self.kind, _, self.form = treatment.partition(":")
         self.name = name
         self.chain = chain
@@ -192,18 +195,27 @@ class _Treated:
             return torch_checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
+def treated(model: nn.Module) -> dict[str, str]:
+    """Name of block -> treatment, of those that have one."""
+    forwards = ((name, module.__dict__.get("forward")) for name, module in model.named_modules())
+    return {name: forward.treatment for name, forward in forwards if isinstance(forward, _Treated)}
+
+
 def untreat(model: nn.Module) -> None:
     """Takes every treatment off a model, whoever put it on."""
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if not isinstance(forward, _Treated):
-            continue
-        while isinstance(forward, _Treated):
-            forward = forward.forward
+    modules = dict(model.named_modules())
+    for module in (modules[name] for name in treated(model)):
+        forward = _untreated(module.forward)
         if getattr(forward, "__func__", None) is type(module).forward:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = forward
+
+
+def _untreated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(forward, _Treated):
+        forward = forward.forward
+    return forward
 
 
 def _simulating() -> bool:

@@ -101,7 +101,7 @@ class Plan:
         Cutting batches is left to the loop: see `split`.
 
         Raises:
-            RuntimeError: the plan is applied already.
+            RuntimeError: the plan is applied already, or another one is to this model.
             ValueError: `model` lacks one of the blocks.
         """
         if self._undo is not None:
@@ -110,6 +110,13 @@ class Plan:
         missing = [name for name in self.treatments if name not in modules]
         if missing:
             raise ValueError(f"apply: {type(model).__name__} has no module called {missing[0]!r}")
+        treated = _blocks.treated(model)
+        if treated:
+            name, treatment = next(iter(treated.items()))
+            raise RuntimeError(
+                f"apply: {type(model).__name__} has the treatments of a plan already ({name!r}: {treatment}): call "
+                "that plan's undo() first"
+            )
         self._undo = _blocks.apply(model, self.treatments)
 
     def undo(self) -> None:
