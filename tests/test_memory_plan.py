@@ -345,6 +345,49 @@ def test_apply_and_undo_change_memory_and_not_gradients(whole, tokens):
         found.apply(CNN(blocks=2))
 
 
+class _Appending(nn.Module):
+    """As decoders with a cache of keys: run again by a checkpoint, it finds what it stored the first time."""
+
+    def __init__(self, cache: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.cache = cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.append(x)
+        return x + self.out(F.gelu(self.inner(torch.cat(self.cache)))).sum(0)
+
+
+class _WithCache(nn.Module):
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.cache: list[Tensor] = []
+        self.blocks = nn.ModuleList(_Appending(self.cache) for _ in range(3))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.clear()
+        for block in self.blocks:
+            x = block(x)
+        return -x if self.reads and x.sum() > 1e30 else x
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["simulated", "for real"])
+def test_an_option_that_the_model_does_not_run_with_is_left_out(reads):
+    torch.manual_seed(0)
+    model, x = _WithCache(reads), torch.randn(8, 32)
+    settings = {"optimizer": "sgd", "micro_batches": False, "fallback": "measure"}
+    planner = Planner(model, x, **settings, options=("keep", "checkpoint", "store:bf16"))
+    found = planner.plan("1GB")
+    assert planner.options == ["keep", "store:bf16"] and set(found.treatments.values()) == {"keep"}
+    assert "note: checkpoint is left out, for the step does not run with it: " in str(found)
+    message = r"not allowed here: store:int8, checkpoint:int8\. Options that the step does not run with: checkpoint\.$"
+    with pytest.raises(DoesNotFit, match=message):
+        planner.plan("1kB")
+    with pytest.raises(Exception, match=r"(?i)checkpoint|recompute"):  # nothing is left
+        plan(model, x, "1GB", **settings, options=("checkpoint",))
+
+
 def test_a_model_takes_one_plan_at_a_time(whole, tokens):
     model = Stack()
     first = replace(whole.plan("1GB"), treatments=dict.fromkeys(whole.blocks, "checkpoint"))

@@ -227,7 +227,8 @@ def plan(
         budget: bytes, as a number or in any usual spelling ("10GB", "10 GiB").
         options: what a block may be treated with: "keep", "checkpoint", "offload" (to host memory; CUDA only), and with
             approximate gradients "store:FORMAT" and "checkpoint:FORMAT" for the formats of `fastamp.store_activations`
-            and `fastamp.checkpoint`. The default changes no gradient.
+            and `fastamp.checkpoint`. The default changes no gradient. One that the model does not run with is left out
+            with a note.
         micro_batches: whether the batch may be cut. Only into equal parts, along the first dimension.
         blocks: the modules to treat, as `estimate`'s `checkpoint`; by default the repeated blocks found.
         margin: part of the budget to leave free for what the allocator loses; by default 0.05 for CUDA, 0 for the CPU.
@@ -328,6 +329,7 @@ class Planner:
         self._costs: dict[int, dict[str, StepCost]] = {}
         self._peaks: dict[tuple[int, tuple[str, ...]], int] = {}
         self._lumped = not self.blocks
+        self._dropped: list[str] = []
         try:
             self._costs_of(1)
         except NotAStack as problem:
@@ -356,8 +358,9 @@ class Planner:
         return self._costs[pieces]
 
     def _costs_of_options(self, options: Sequence[str], pieces: int) -> dict[str, StepCost]:
+        by_option = self._runs_of_options(options, pieces)
+        options, runs = list(by_option), list(by_option.values())
         treatments = [dict.fromkeys(self.blocks, option) for option in options]
-        runs = [self._run(each, pieces) for each in treatments]
         for each, run in zip(treatments, runs, strict=True):
             self._peaks[pieces, tuple(each.values())] = self._variants.peak(run.trace)
         order = [mark.name for mark in runs[0].marks if mark.kind == "enter"]
@@ -367,6 +370,24 @@ class Planner:
         if self.times == "measured":
             costs = self._with_real_times(treatments, pieces, runs, costs)
         return dict(zip(options, costs, strict=True))
+
+    def _runs_of_options(self, options: Sequence[str], pieces: int) -> dict[str, RecordedStep]:
+        """The step with all blocks under each option. Options that it cannot run under are dropped for good."""
+        runs, problems = {}, {}
+        for option in options:
+            try:
+                runs[option] = self._run(dict.fromkeys(self.blocks, option), pieces)
+            except Exception as problem:
+                if pieces > 1 or is_out_of_memory(problem):  # that option runs, with another budget or batch
+                    raise
+                problems[option] = problem
+        if not runs:
+            raise next(iter(problems.values()))
+        for option, reason in problems.items():
+            self.options.remove(option)
+            self._dropped.append(option)
+            self.notes.append(f"{option} is left out, for the step does not run with it: {_first_line(reason)}")
+        return runs
 
     def _step_costs(self, runs: Sequence[RecordedStep]) -> list[StepCost]:
         costs = [lumped_cost(run) if self._lumped else step_cost(run, self.blocks) for run in runs]
@@ -493,8 +514,11 @@ class Planner:
         standing = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in run.peak.breakdown.items() if size > 0.02 * run.peak.bytes
         )
-        missing = [o for o in ("checkpoint", "store:int8", "checkpoint:int8") if o not in self.options]
+        tried = self.options + self._dropped
+        missing = [o for o in ("checkpoint", "store:int8", "checkpoint:int8") if o not in tried]
         more = f" Options not allowed here: {', '.join(missing)}." if missing else ""
+        if self._dropped:
+            more += f" Options that the step does not run with: {', '.join(self._dropped)}."
         return DoesNotFit(
             f"budget: {format_bytes(budget)} is less than the least that this step needs, {format_bytes(needed)} "
             f"({needed:,} bytes: {how}). At that peak: {standing}.{more}",
@@ -524,6 +548,10 @@ def _run_for_real(setting: Setting, plan: Plan, repeats: int) -> tuple[MemoryRep
         seconds.append(watch.between(began, watch.now()))
     report = real.report(min(plan.accumulation, 2))
     return report, median(seconds[1:])
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
 def _check_options(options: Sequence[str], device_type: str) -> None:
