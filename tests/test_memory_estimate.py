@@ -647,6 +647,26 @@ def _without_fake(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("fastamp_tests::unfinished_fake", mutates_args=())
+def _unfinished_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_unfinished_fake.register_fake
+def _(x: Tensor) -> Tensor:
+    raise NotImplementedError("which shapes there are is for the device to say")
+
+
+@torch.library.custom_op("fastamp_tests::wrong_fake", mutates_args=())
+def _wrong_fake(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_wrong_fake.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x).view(7)
+
+
 def _hides_its_cause(x: Tensor) -> None:
     try:
         x.sum().item()
@@ -663,6 +683,9 @@ def _hides_its_cause(x: Tensor) -> None:
         (lambda x: x.detach().numpy(), True),
         (lambda x: bytes(x.untyped_storage()), True),
         (lambda x: torch.ops.fastamp_tests.without_fake(x.detach()), True),
+        (lambda x: torch.ops.fastamp_tests.unfinished_fake(x.detach()), True),
+        (lambda x: torch.ops.fastamp_tests.wrong_fake(x.detach()), True),
+        (lambda x: x.detach().to_mkldnn().to_dense(), True),
         (_hides_its_cause, True),
         (lambda x: x @ torch.ones(5, 3), False),
         (lambda x: x.view(7), False),
@@ -670,7 +693,7 @@ def _hides_its_cause(x: Tensor) -> None:
         (lambda x: {}["layer"], False),
         (lambda x: x.nonexistent(), False),
     ],
-    ids="item bool mask numpy storage custom hidden matmul view index key attribute".split(),
+    ids="item bool mask numpy storage custom unfinished wrong opaque hidden matmul view index key attribute".split(),
 )
 def test_limits_of_fake_tensors_and_mistakes_are_told_apart(function, limit):
     model, x = _Calls(function), torch.randn(2, 4)

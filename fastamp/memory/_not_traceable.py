@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch._subclasses import fake_tensor as _fake
 
+from fastamp.memory._users_code import is_users
+
 
 class NotTraceable(RuntimeError):
     """A step that does not run on fake tensors; the error that stopped it is its `__cause__`, if there was one.
@@ -45,6 +47,21 @@ _LIMIT_PHRASES = (
 )
 
 
+# What torch's kernels for shapes raise when they refuse their arguments, as the real kernels would; other errors are
+# failures of these kernels themselves.
+_REFUSALS = (RuntimeError, ValueError, IndexError)
+
+
+def _is_of_a_fake_kernel(problem: BaseException) -> bool:
+    """Whether an operator's kernel for fake tensors failed: one that is not written, is wrong, or is the user's own."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    if _fake.__file__ not in files:
+        return False
+    kernel = files[files.index(_fake.__file__) :]
+    refused = isinstance(problem, _REFUSALS) and not isinstance(problem, NotImplementedError)
+    return not refused or any(map(is_users, kernel))
+
+
 def is_limit_of_fake_tensors(problem: BaseException | None) -> bool:
     """Whether an error, or one that it was made of, is about tensors being fake."""
     while problem is not None:
@@ -53,6 +70,8 @@ def is_limit_of_fake_tensors(problem: BaseException | None) -> bool:
         if isinstance(problem, _LIMITS):
             return True
         if isinstance(problem, RuntimeError) and any(phrase in str(problem) for phrase in _LIMIT_PHRASES):
+            return True
+        if _is_of_a_fake_kernel(problem):
             return True
         problem = problem.__cause__ or problem.__context__
     return False
