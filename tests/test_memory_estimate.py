@@ -15,7 +15,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -76,6 +76,60 @@ def test_inference_peak_is_that_of_a_real_pass():
     close(report.peak.bytes, peak)
     assert report.gradients == report.optimizer_states == report.activations == 0
     assert report.whole["outputs"] == model(inputs).nbytes
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], width: int, hidden: int, **settings: Any) -> None:
+        super().__init__()
+        self.rnn = kind(width, hidden, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize(
+    "kind, width, hidden, shape, settings",
+    [
+        (nn.LSTM, 32, 64, (40, 8), {"num_layers": 2}),
+        (nn.LSTM, 100, 40, (8, 30), {"batch_first": True, "bidirectional": True}),
+        (nn.LSTM, 24, 100, (12, 130), {}),
+        (nn.LSTM, 32, 64, (40, 8), {"proj_size": 16}),
+        (nn.LSTM, 64, 256, (20, 16), {"bias": False}),
+        (nn.GRU, 32, 64, (40, 8), {"num_layers": 2}),
+        (nn.RNN, 32, 64, (40, 8), {"num_layers": 2}),
+    ],
+    ids="layers both_ways large_batch projected aligned gru rnn".split(),
+)
+def test_what_recurrent_layers_keep_is_that_of_a_real_step(kind, width, hidden, shape, settings):
+    torch.manual_seed(0)
+    model, x = _Recurrent(kind, width, hidden, **settings), torch.randn(*shape, width)
+    real = Measured(model, x, Tensor.sum, torch.optim.SGD(model.parameters(), 1e-3))
+    report = estimate(model, x, loss=Tensor.sum, optimizer="sgd")
+    close(report.activations, real.saved, 0.02)
+    close(report.peak.bytes, real.peak())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_nothing_in_inference(kind):
+    model, x = _Recurrent(kind, 32, 64, num_layers=2), torch.randn(40, 8, 32)
+    with torch.no_grad():
+        peak = storage_bytes(*model.parameters(), x) + allocated_peak(lambda: model(x))
+    close(estimate(model, x, mode="inference").peak.bytes, peak)
+
+
+def test_what_is_not_known_of_cudnns_recurrent_layers_is_said():
+    model, x = _Recurrent(nn.LSTM, 8, 8), torch.randn(4, 2, 8)
+    said = {
+        (device, mode): any("cuDNN's RNN" in note for note in estimate(model, x, device=device, mode=mode).notes)
+        for device in ("cpu", "cuda")
+        for mode in ("train", "inference")
+    }
+    assert said == {
+        ("cpu", "train"): False,
+        ("cpu", "inference"): False,
+        ("cuda", "train"): True,
+        ("cuda", "inference"): False,
+    }
 
 
 _RESIDENT = """

@@ -119,9 +119,11 @@ class Recorder(MemTracker):
         watch: Collection[str] = (),
         cost: Callable[[Any, Any, Any], float] | None = None,
         scratch: Callable[[Any, Any], int] | None = None,
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         """watch: modules whose beginnings are marked. cost: seconds of an operator, from it, its arguments and its
         result; it becomes the clock of the record. scratch: bytes that it takes for itself, from it and its arguments.
+        kernels: what to run in the place of an operator.
         """
         super().__init__()
         self.trace = Trace()
@@ -129,6 +131,7 @@ class Recorder(MemTracker):
         self._watch = frozenset(watch)
         self._cost = cost
         self._scratch = scratch
+        self._kernels = kernels or {}
         self._spent = 0.0
         self.phase = "forward"
         self._op = ""
@@ -296,7 +299,7 @@ class Recorder(MemTracker):
             # new counters come the same way.
             self.note_inputs(args, kwargs)
         self._op = str(func)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(self._kernels.get(func, func), types, args, kwargs)
         if self._cost is not None:
             self._spent += self._cost(func, (args, kwargs), result)
         scratch = self._scratch(func, args) if self._scratch is not None else 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastamp.memory import _blocks, _optimizers
-from fastamp.memory._cpu_kernels import scratch_bytes
+from fastamp.memory._cpu_kernels import FAKE_KERNELS, scratch_bytes
 from fastamp.memory._cuda_kernels import cuda_kernels
 from fastamp.memory._not_traceable import NotTraceable, explained
 from fastamp.memory._recorder import RecordedStep, Recorder
@@ -39,7 +39,8 @@ def estimate(
     """The memory of one step of `model`, computed on fake tensors: none of the model's memory is allocated.
 
     Counted is what operators ask the allocator for. Not counted: what a kernel takes and gives back within itself
-    (but for the columns of the CPU's half-precision convolutions), library workspaces, the CUDA context.
+    (but for the columns of the CPU's half-precision convolutions and the scratchpad of its LSTMs), library workspaces,
+    the reserve space of cuDNN's recurrent layers, the CUDA context.
 
     Args:
         model: a module with real, meta or fake parameters. It is as before afterwards.
@@ -202,8 +203,10 @@ class Setting:
                         if name in (gradients or ()):
                             parameter.grad = torch.empty_like(parameter)
                     step = Step(self.model, args, kwargs, targets, self.precision, self.loss, device.type)
-                    scratch = scratch_bytes if self.device_type == "cpu" else None
-                    recorder = Recorder(self.model, watch=watch, cost=cost, scratch=scratch)
+                    kernels: dict[str, Any] = {}
+                    if self.device_type == "cpu":
+                        kernels = {"scratch": scratch_bytes, "kernels": FAKE_KERNELS}
+                    recorder = Recorder(self.model, watch=watch, cost=cost, **kernels)
                     recorder.note_inputs(args, kwargs, targets)
                     run = self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
             finally:
@@ -219,6 +222,12 @@ class Setting:
         self, step: Step, fake: FakeModel, recorder: Recorder, with_optimizer: bool, micro_batches: int
     ) -> RecordedStep:
         notes: list[str] = []
+        if (
+            self.device_type == "cuda"
+            and self.mode != "inference"
+            and any(isinstance(m, nn.RNNBase) for m in self.model.modules())
+        ):
+            notes.append("reserve space of cuDNN's RNN, which backward needs, is not counted: track measures it")
         if self.mode == "inference":
             with recorder, explained(self.model):
                 output = step.infer()

@@ -23,9 +23,9 @@ def track(model: nn.Module, optimizer: Any = None, *, inputs: Any = None, rss_ev
     The report is filled when the block ends, also when it ends with an exception. Everything is counted that
     operators allocate, on any device, by what it is for: parameters, gradients, optimizer states,
     activations, temporaries. What a kernel allocates and frees within itself is not seen (but for the columns of
-    the CPU's half-precision convolutions, which are known); `report.measured` has the device's own counters beside
-    it: on CUDA bytes allocated and reserved at most (the difference is fragmentation), on the CPU the growth of the
-    resident set.
+    the CPU's half-precision convolutions and the scratchpad of its LSTMs, which are known); `report.measured` has the
+    device's own counters beside it: on CUDA bytes allocated and reserved at most (the difference is fragmentation), on
+    the CPU the growth of the resident set.
 
     Recording costs tens of microseconds an operator, keeps nothing alive and does not synchronise. Optimizer
     states that exist already are counted from the start, so the first step and later ones differ.
