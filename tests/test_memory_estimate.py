@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from fastamp.memory import MemoryReport, NotTraceable, _blocks, _held, estimate
 from fastamp.memory._optimizers import NAMES
+from fastamp.memory._trace import CATEGORIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -213,6 +214,45 @@ def test_states_of_sparse_adam():
     tokens = torch.randint(100, (7,))
     report = estimate(table, tokens, optimizer=torch.optim.SparseAdam)
     assert report.optimizer_states == 2 * table.weight.nbytes
+
+
+class _SparseTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 64, sparse=True)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sparse_gradients_are_counted(accumulation):
+    torch.manual_seed(0)
+    model, tokens = _SparseTable(), torch.randint(300, (8, 40))
+    settings = {"optimizer": "sgd", "loss": lambda output: output.pow(2).sum(), "accumulation": accumulation}
+    report = estimate(model, tokens, **settings)
+    # An entry for each token, repeated ones too; the sum of two has those of both.
+    entries = accumulation * tokens.numel() * (64 * 4 + 8)
+    assert report.gradients == entries + storage_bytes(*model.head.parameters())
+    assert estimate(model, tokens, **settings, device="cuda").gradients == report.gradients
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    real = Measured(model, tokens, settings["loss"], optimizer, micro_batches=accumulation)
+    close(report.peak.bytes, real.peak())
+
+
+def test_copies_of_sparse_gradients_have_their_entries():
+    model, tokens = _SparseTable(), torch.randint(300, (8, 40))
+
+    def temporaries(optimizer: Callable[..., torch.optim.Optimizer]) -> int:
+        report = estimate(model, tokens, optimizer=optimizer)
+        assert not any("unknown" in note for note in report.notes)
+        at = CATEGORIES.index("temporaries")
+        return max(sample.bytes[at] for sample in report.timeline if sample.phase == "optimizer")
+
+    entries = tokens.numel() * (64 * 4 + 8)
+    assert temporaries(torch.optim.SGD) < entries <= temporaries(functools.partial(torch.optim.SGD, maximize=True))
+    assert temporaries(torch.optim.Adagrad) >= entries  # coalesced: at most so many
 
 
 def test_sgd_and_adam_are_told_apart():

@@ -299,7 +299,11 @@ class Recorder(MemTracker):
             # new counters come the same way.
             self.note_inputs(args, kwargs)
         self._op = str(func)
-        result = super().__torch_dispatch__(self._kernels.get(func, func), types, args, kwargs)
+        kernel = self._kernels.get(func)
+        # What a kernel in place takes out of a sparse tensor is there until what it puts in is.
+        replaced = [_strided(each) for each in args if isinstance(each, Tensor)] if kernel is not None else []
+        result = super().__torch_dispatch__(kernel or func, types, args, kwargs)
+        del replaced
         if self._cost is not None:
             self._spent += self._cost(func, (args, kwargs), result)
         scratch = self._scratch(func, args) if self._scratch is not None else 0

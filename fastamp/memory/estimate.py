@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastamp.memory import _blocks, _optimizers
-from fastamp.memory._cpu_kernels import FAKE_KERNELS, scratch_bytes
+from fastamp.memory import _blocks, _cpu_kernels, _optimizers
 from fastamp.memory._cuda_kernels import cuda_kernels
+from fastamp.memory._fake_kernels import FAKE_KERNELS
 from fastamp.memory._not_traceable import NotTraceable, explained
 from fastamp.memory._recorder import RecordedStep, Recorder
 from fastamp.memory._simulate import FakeModel, fake_mode_of
@@ -203,10 +203,10 @@ class Setting:
                         if name in (gradients or ()):
                             parameter.grad = torch.empty_like(parameter)
                     step = Step(self.model, args, kwargs, targets, self.precision, self.loss, device.type)
-                    kernels: dict[str, Any] = {}
+                    kernels, scratch = FAKE_KERNELS, None
                     if self.device_type == "cpu":
-                        kernels = {"scratch": scratch_bytes, "kernels": FAKE_KERNELS}
-                    recorder = Recorder(self.model, watch=watch, cost=cost, **kernels)
+                        kernels, scratch = FAKE_KERNELS | _cpu_kernels.FAKE_KERNELS, _cpu_kernels.scratch_bytes
+                    recorder = Recorder(self.model, watch=watch, cost=cost, scratch=scratch, kernels=kernels)
                     recorder.note_inputs(args, kwargs, targets)
                     run = self._record(step, fake, recorder, optimizer, 1 if gradients is not None else 2)
             finally:
