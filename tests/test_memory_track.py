@@ -14,6 +14,7 @@ from memory_models import GPT, allocated_peak, make, storage_bytes
 from torch import Tensor, nn
 
 from fastamp.memory import MemoryReport, estimate, track
+from fastamp.memory._trace import CATEGORIES
 from fastamp.memory.track import _Counters
 
 
@@ -99,6 +100,21 @@ def test_the_first_step_shows_states_being_made():
     assert report.optimizer_states == pytest.approx(2 * report.whole["parameters"], abs=64)
     assert report.peak.breakdown["gradients"] == report.whole["parameters"]
     assert report.whole["inputs"] == x.nbytes
+
+
+def test_states_are_states_from_when_they_are_made():
+    model, x = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), torch.randn(1, 128)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    with track(model, optimizer) as report:
+        model(x).sum().backward()
+        optimizer.step()
+    states, temporaries = CATEGORIES.index("optimizer states"), CATEGORIES.index("temporaries")
+    during = [sample.bytes for sample in report.timeline if sample.phase == "optimizer"]
+    one_layer = model[0].weight.nbytes
+    assert max(sample[temporaries] for sample in during) < 2.1 * one_layer  # the scratch of one parameter at a time
+    assert len({sample[states] for sample in during}) > 4  # they come one by one
+    assert report.peak.phase == "optimizer" and report.peak.breakdown["optimizer states"] >= 3 * one_layer
+    assert all(h.category == "optimizer states" for h in report.peak.holders if "zeros_like" in h.op)
 
 
 def test_frozen_and_sparse_parameters():

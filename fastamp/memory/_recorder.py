@@ -262,7 +262,16 @@ class Recorder(MemTracker):
                     self._update_and_maybe_create_winfos(leaf, reftype)
                     for block in self._blocks(leaf):
                         if block.category == "temporaries":
-                            self._log("category", block, 0, "optimizer states")
+                            self._was_a_state(block)
+
+    def _was_a_state(self, block: Block) -> None:
+        """The step that made a block has ended, and the optimizer keeps it: a state from its beginning."""
+        if block.phase != "optimizer":
+            self._log("category", block, 0, "optimizer states")
+            return
+        block.category = "optimizer states"
+        events = self.trace.events
+        events[block.born] = events[block.born]._replace(category="optimizer states")
 
     def add_state(self, size: int, device: Any) -> None:
         """Counts `size` bytes of optimizer state that the step itself could not be seen to make."""
