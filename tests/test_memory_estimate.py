@@ -34,6 +34,16 @@ from fastamp.memory._trace import CATEGORIES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y if y.sum() > 0 else -y
+
+
 # --- against real runs ---
 
 
@@ -679,6 +689,24 @@ def test_a_model_that_holds_a_great_deal_is_simulated_in_reasonable_time(monkeyp
     assert any("holds more objects than were looked into" in note for note in estimate(model, x).notes)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), _Branches()], ids=["simulated", "measured"])
+def test_a_caller_without_gradients_is_told_of_a_step_with_them(off, model):
+    settings = {"optimizer": "sgd", "fallback": "measure"}
+    expected = estimate(model, torch.ones(2, 4), **settings)
+    with off():
+        report = estimate(model, torch.ones(2, 4), **settings)
+        assert not torch.is_grad_enabled()
+    assert report.peak.bytes == expected.peak.bytes and report.gradients == expected.gradients > 0
+
+
+def test_a_model_made_under_inference_mode_is_simulated():
+    with torch.inference_mode():
+        model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    expected = estimate(nn.Linear(4, 4), torch.ones(2, 4))
+    assert estimate(model, x).peak.bytes == expected.peak.bytes
+
+
 def test_a_model_too_large_for_any_machine_is_estimated():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(8)))
@@ -689,16 +717,6 @@ def test_a_model_too_large_for_any_machine_is_estimated():
 
 
 # --- bad input ---
-
-
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        return y if y.sum() > 0 else -y
 
 
 def test_a_model_that_fake_tensors_cannot_run_names_its_module():

@@ -19,7 +19,7 @@ from fastamp.memory._cost import clock
 from fastamp.memory._cpu_kernels import scratch_bytes
 from fastamp.memory._not_traceable import NotTraceable
 from fastamp.memory._recorder import Mark, RecordedStep, Recorder
-from fastamp.memory._step import Step
+from fastamp.memory._step import Step, with_gradients
 from fastamp.memory.report import MemoryReport
 from fastamp.memory.track import Tracking
 
@@ -49,7 +49,8 @@ class RealStep:
         _blocks.apply(self.model, treatments)
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, setting.precision.parameters if tensor.is_floating_point() else None)
+            own = tensor.clone() if tensor.is_inference() else tensor  # autograd refuses what inference_mode has made
+            return own.to(device, setting.precision.parameters if tensor.is_floating_point() else None)
 
         args, kwargs, targets = pytree.tree_map_only(Tensor, moved, (setting.args, setting.kwargs, setting.targets))
         self.inputs = args, kwargs, targets
@@ -76,9 +77,10 @@ class RealStep:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What a step on a copy draws is not drawn from the program's own random numbers, and its hooks do not see it."""
+    """A step on a copy in here draws nothing from the program's random numbers, calls none of its hooks of optimizers,
+    and has gradients though the caller may have turned them off."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), _optimizers.hooks_of_all_optimizers_off():
+    with torch.random.fork_rng(devices=devices), with_gradients(), _optimizers.hooks_of_all_optimizers_off():
         yield
 
 

@@ -95,7 +95,9 @@ class FakeModel:
         """The fake of a tensor on the simulated device, the same one each time."""
         if id(tensor) not in self._fakes:
             dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-            if (dtype, tensor.device) == (tensor.dtype, self.device) and not isinstance(tensor, FakeTensor):
+            as_is = (dtype, tensor.device) == (tensor.dtype, self.device)
+            # A tensor made under inference_mode gives a fake of the same kind, which autograd refuses.
+            if as_is and not isinstance(tensor, FakeTensor) and not tensor.is_inference():
                 # This way tensors that share a storage go on sharing it.
                 fake: Tensor = self.mode.from_tensor(tensor.detach())
             else:

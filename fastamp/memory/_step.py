@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,13 @@ def default_loss(output: Any) -> Tensor:
     for tensor in floats[1:]:
         total = total + tensor.sum()
     return total
+
+
+@contextlib.contextmanager
+def with_gradients() -> Iterator[None]:
+    """A step in here has gradients, whether or not the caller has turned them off for its own code."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @dataclass

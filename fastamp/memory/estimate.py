@@ -16,7 +16,7 @@ from fastamp.memory._fake_kernels import FAKE_KERNELS
 from fastamp.memory._not_traceable import NotTraceable, explained
 from fastamp.memory._recorder import RecordedStep, Recorder
 from fastamp.memory._simulate import FakeModel, fake_mode_of
-from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs
+from fastamp.memory._step import MODES, Precision, Step, default_loss, precision_of, split_inputs, with_gradients
 from fastamp.memory._trace import Trace
 from fastamp.memory.report import MemoryReport, Parameters, fill
 
@@ -194,7 +194,7 @@ class Setting:
             lambda _, p: training and p.requires_grad,
             others=(getattr(self.loss, "__self__", self.loss), self.optimizer),
         )
-        with _one_at_a_time, _optimizers.hooks_of_all_optimizers_off(), fakes as fake:
+        with _one_at_a_time, with_gradients(), _optimizers.hooks_of_all_optimizers_off(), fakes as fake:
             args, kwargs, targets = fake.fake_tree((self.args, self.kwargs, self.targets))
             undo = _blocks.apply(self.model, treatments)
             try:
