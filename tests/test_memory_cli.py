@@ -223,12 +223,37 @@ def test_a_module_by_its_name_as_a_command(program, capsys, monkeypatch):
         ("{program}:make --budget 1MB --checkpoint all", "--checkpoint all settles what the plan .* is to choose"),
         ("{program}:make --budget 1MB --store int8", "--store int8 settles .*--options keep,store:FORMAT"),
         ("{program}:make --budget 1MB --accumulation 2", "--accumulation 2 settles .*the plan cuts the batch"),
-        ("{program}:make --json {program}/memory.json", "Not a directory"),
     ],
 )
 def test_bad_command_lines(program, capsys, target, message):
     assert main(target.format(program=program).split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--budget ten", "budget must be a size"),
+        ("--budget 1MB --options keep,shrink", "unknown treatment 'shrink'; known are keep"),
+        ("--budget 1MB --options offload --device cpu", "'offload' moves activations to host memory"),
+        ("--json {program}/memory.json", "--json .*memory.json: cannot be written, .*: Not a directory"),
+        ("--json {folder}/missing/memory.json", "--json .*: cannot be written, .*missing': No such directory"),
+        ("--json {folder}", "--json .*: cannot be written, .*: Is a directory"),
+        ("--plot {folder}/missing/memory.png", "--plot .*: cannot be written, .*missing': No such directory"),
+        ("--plot {folder}/memory.gift", "plot: path must end with one of .*png, .*got '.*memory.gift'"),
+    ],
+)
+def test_what_is_wrong_with_the_options_is_said_before_the_estimate(program, capsys, options, message):
+    pytest.importorskip("matplotlib")
+    given = options.format(program=program, folder=program.parent).split()
+    assert main([f"{program}:make_mistaken", *given]) == 2
+    printed = capsys.readouterr()
+    assert re.search(message, printed.err) and printed.out == ""  # the function was not called
+
+
+def test_the_margin_is_named_with_the_least_budget(program, capsys):
+    assert main([f"{program}:make", "--budget", "1kB"]) == 1
+    assert re.search(r"needs, .* bytes: .*; 5% of it left free as the margin\)", capsys.readouterr().err)
 
 
 def test_help_lists_the_values_of_every_option(capsys):

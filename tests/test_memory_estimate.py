@@ -487,6 +487,16 @@ def test_breakdown_adds_up_and_says_where():
     assert report.cuda.reserved % (2 << 20) == 0
 
 
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_a_timeline_ends_with_the_step(mode):
+    """Not with the end of its simulation, where the parameters go too."""
+    model, inputs = GPT(blocks=1), torch.randint(300, (2, 16))
+    report = estimate(model, inputs, mode=mode, optimizer=None)
+    last = dict(zip(CATEGORIES, report.timeline[-1].bytes, strict=True))
+    assert last["parameters"] == report.parameters.bytes
+    assert last["outputs"] == (model(inputs).nbytes if mode == "inference" else 0)
+
+
 def test_peak_of_a_large_optimizer_step_falls_there():
     model = nn.Linear(512, 512)
     report = estimate(model, torch.randn(1, 512), device="cuda")  # foreach: scratch for all parameters at once

@@ -252,6 +252,13 @@ def test_plot_draws_stack_phases_and_peak(report, tmp_path):
 def test_plot_says_what_is_missing(report, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no timeline"):
         MemoryReport().plot(tmp_path / "x.png")
+    pytest.importorskip("matplotlib")
+    with pytest.raises(TypeError, match=r'plot: path must be the name of a file such as "memory.png", got NoneType'):
+        report.plot(None)
+    with pytest.raises(ValueError, match=r"plot: path must end with one of \..*, \.png, .*, got 'memory.doc'"):
+        report.plot("memory.doc")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"plot needs matplotlib; get it with: .*pip install matplotlib"):
         report.plot(tmp_path / "x.png")

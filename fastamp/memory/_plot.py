@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,32 @@ COLOURS = {
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
-def draw(report: MemoryReport, path: str | Path) -> None:
-    if not report.timeline:
-        raise ValueError("plot: this report has no timeline (nothing was recorded yet)")
+def check_path(path: Any) -> None:
+    """Raises TypeError or ValueError for what cannot be the name of a picture, ImportError if none can be drawn."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'plot: path must be the name of a file such as "memory.png", got {type(path).__name__}')
+    known = sorted(_figure_class()().canvas.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in known:
+        raise ValueError(f"plot: path must end with one of .{', .'.join(known)}, got {os.fspath(path)!r}")
+
+
+def _figure_class() -> Any:
     try:
-        import matplotlib
         from matplotlib.figure import Figure  # not pyplot: no window system, no global state
     except ImportError as error:
         raise ImportError("plot needs matplotlib; get it with: python -m pip install matplotlib") from error
+    return Figure
+
+
+def draw(report: MemoryReport, path: str | Path) -> None:
+    if not report.timeline:
+        raise ValueError("plot: this report has no timeline (nothing was recorded yet)")
+    check_path(path)
+    import matplotlib
+
     style: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
-        figure = Figure(figsize=(13, 5), dpi=150, facecolor="white", layout="constrained")
+        figure = _figure_class()(figsize=(13, 5), dpi=150, facecolor="white", layout="constrained")
         timeline, holders = figure.subplots(1, 2, width_ratios=[2.2, 1])
         divisor, unit = next((d, u) for d, u in _UNITS if report.peak.bytes >= d or d == 1)
         _draw_timeline(timeline, report, divisor, unit)

@@ -141,7 +141,7 @@ class Recorder(MemTracker):
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
         self._prefix = ""
-        self._setup = True
+        self._setup, self._finished = True, False
         if model is not None:
             self._prefix = type(model).__name__
             self._names = {id(module): name for name, module in model.named_modules()}
@@ -338,6 +338,8 @@ class Recorder(MemTracker):
     def _update_snap(
         self, u_type: Any, winfo: Any, old_mem_consumed: int | None = None, old_reftype: Any = None
     ) -> None:
+        if self._finished:
+            return
         super()._update_snap(u_type, winfo, old_mem_consumed, old_reftype)
         kind = u_type.name
         if kind == "ADD":
@@ -389,6 +391,8 @@ class Recorder(MemTracker):
         self._log("free", block, -size, "temporaries")
 
     def finish(self) -> Trace:
+        """The trace as of now: what is freed later, as the simulation is taken down, is no part of it."""
+        self._finished = True
         self.trace.resolve()
         return self.trace
 

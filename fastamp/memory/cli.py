@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -135,7 +136,19 @@ def _own_traceback(problem: BaseException | None) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises _BadCommand for options that do not go together."""
+    """Raises _BadCommand, or what the library raises, for options that are wrong or do not go together.
+
+    Before the step is estimated, which may take minutes.
+    """
+    from fastamp.memory._plot import check_path
+    from fastamp.memory._sizes import parse_bytes
+    from fastamp.memory.plan import check_options
+
+    for name in ("json", "plot"):
+        if getattr(options, name) is not None:
+            _check_file(name, Path(getattr(options, name)))
+    if options.plot is not None:
+        check_path(options.plot)
     if options.budget is None:
         if options.options is not None:
             raise _BadCommand(f"--options {options.options} is about what a plan may do: give it a --budget too")
@@ -150,6 +163,24 @@ def _check(options: argparse.Namespace) -> None:
                 f"--{name} {getattr(options, name)} settles what the plan for a --budget is to choose: leave one of "
                 f"them out (with --budget, in place of --{name}: {instead})"
             )
+    parse_bytes(options.budget)
+    check_options(_allowed(options), options.device)
+
+
+def _check_file(name: str, path: Path) -> None:
+    where, problem = path, ""
+    if path.is_dir():
+        problem = "Is a directory"
+    elif not path.parent.is_dir():
+        where, problem = path.parent, "Not a directory" if path.parent.exists() else "No such directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    if problem:
+        raise _BadCommand(f"--{name} {path}: cannot be written, {str(where)!r}: {problem}")
+
+
+def _allowed(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (options.options or "keep,checkpoint").split(","))
 
 
 def _print_report(options: argparse.Namespace) -> None:
@@ -182,8 +213,7 @@ def _print_report(options: argparse.Namespace) -> None:
         report.plot(options.plot)
     if options.budget is not None:
         print()
-        allowed = tuple(part.strip() for part in (options.options or "keep,checkpoint").split(","))
-        print(plan(model, inputs, options.budget, options=allowed, fallback="measure", **settings))
+        print(plan(model, inputs, options.budget, options=_allowed(options), fallback="measure", **settings))
 
 
 def _function(target: str) -> Callable[[], Any]:

@@ -303,7 +303,7 @@ class Planner:
                 f'times="measured" runs the step where the model is, on {own_device}, and device={device!r} asks for '
                 "another: leave device out, or move the model there"
             )
-        _check_options(options, setting.device_type)
+        check_options(options, setting.device_type)
         if blocks is None:
             self.blocks = _blocks.find_blocks(model)
         else:
@@ -317,7 +317,7 @@ class Planner:
             self._variants = Variants(changed(setting, device_type=own_device), for_real=True)
             self.times = "measured"
             self.notes.append(f"sizes and times are of real steps on {own_device}, for {problem}")
-            _check_options(options, own_device)
+            check_options(options, own_device)
         self.setting = self._variants.setting
         self.margin = (0.05 if self.setting.device_type == "cuda" else 0.0) if margin is None else margin
         self.options = list(dict.fromkeys(options))
@@ -510,6 +510,8 @@ class Planner:
         how = ", ".join(f"{count} blocks {name}" for name, count in counts.items()) or "no blocks to treat"
         if pieces > 1:
             how += f", micro-batches of {self._variants.batch // pieces}"
+        if self.margin:
+            how += f"; {self.margin:.0%} of it left free as the margin"
         run = _report(self._variants.with_pieces(pieces), treatments, self._variants.for_real)
         standing = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in run.peak.breakdown.items() if size > 0.02 * run.peak.bytes
@@ -554,7 +556,7 @@ def _first_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
-def _check_options(options: Sequence[str], device_type: str) -> None:
+def check_options(options: Sequence[str], device_type: str) -> None:
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise TypeError(f"options must be a sequence of treatments such as ('keep', 'checkpoint'), got {options!r}")
     for option in options:

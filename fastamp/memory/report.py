@@ -191,7 +191,8 @@ class MemoryReport:
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: the report has no timeline.
+            TypeError: `path` is no name of a file.
+            ValueError: the report has no timeline, or `path` is no kind of picture that matplotlib writes.
         """
         from fastamp.memory._plot import draw
 
