@@ -28,6 +28,21 @@ def is_out_of_memory(problem: BaseException) -> bool:
     return isinstance(problem, RuntimeError) and any(phrase in str(problem) for phrase in _PHRASES)
 
 
+def origins(problem: BaseException) -> Iterator[BaseException]:
+    """An exception, the one that it was raised from or while handling, and so on."""
+    seen: set[int] = set()
+    current: BaseException | None = problem
+    while current is not None and id(current) not in seen:
+        yield current
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+
+
+def out_of_memory_error(problem: BaseException) -> BaseException | None:
+    """The error that says that memory ran out: the exception itself, or one that it comes from."""
+    return next(filter(is_out_of_memory, origins(problem)), None)
+
+
 @dataclass(frozen=True)
 class Call:
     """args, kwargs: tensors are on the meta device. grad: whether autograd was on. autocast: its dtype, None if off."""
@@ -75,8 +90,8 @@ def _remember(module: nn.Module, args: Any) -> None:
 
 @contextlib.contextmanager
 def watching(file: TextIO | None = None) -> Iterator[None]:
-    """While this is entered, the last model called is remembered; an out-of-memory error that leaves it is explained
-    on `file` (standard error by default) and goes on unchanged.
+    """While this is entered, the last model called is remembered; an out-of-memory error that leaves it, or that an
+    error which does comes from, is explained on `file` (standard error by default). The error goes on unchanged.
 
     Keeps a weak reference to the outermost module and the shapes of its arguments, at a few microseconds a module call.
     """
@@ -88,7 +103,7 @@ def watching(file: TextIO | None = None) -> Iterator[None]:
         yield
     except Exception as problem:
         hook.remove()
-        if is_out_of_memory(problem):
+        if out_of_memory_error(problem) is not None:
             _explain(problem, file or sys.stderr)
         raise
     finally:

@@ -342,6 +342,51 @@ def test_an_error_in_forward_is_found_in_its_frames():
     assert "checkpoint the 6 blocks" in out.getvalue() and "an optimizer, for none was found" in out.getvalue()
 
 
+@pytest.mark.parametrize("how", ["cause", "context", "suppressed", "within the model"])
+def test_an_error_that_comes_from_a_lack_of_memory_is_explained(how):
+    class Wrapping(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            output = super().forward(tokens)
+            if how != "within the model" or isinstance(tokens, torch._subclasses.FakeTensor):
+                return output
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            except torch.OutOfMemoryError as error:
+                raise ValueError("layer 3 failed") from error
+
+    def step() -> None:
+        output = model(tokens)
+        try:
+            _Greedy.apply(output).sum().backward()
+        except torch.OutOfMemoryError as error:
+            if how == "cause":
+                raise ValueError("step 7 failed") from error
+            if how == "suppressed":
+                raise ValueError("step 7 failed") from None
+            raise ValueError("step 7 failed")  # noqa: B904, which is what is tried
+
+    model, tokens = Wrapping((128,) * 6), torch.randint(300, (8, 64))
+    out = io.StringIO()
+    with pytest.raises(ValueError, match="failed"), watching(file=out):
+        step()
+    assert "checkpoint the 6 blocks blocks.0 to blocks.5" in out.getvalue()
+    out = io.StringIO()
+    with pytest.raises(ValueError, match="failed"):
+        try:
+            step()
+        except ValueError as error:
+            explain_oom(error, model=model, inputs=tokens, file=out)
+    assert "checkpoint the 6 blocks blocks.0 to blocks.5" in out.getvalue()
+    if how == "within the model":
+        out = io.StringIO()
+        with pytest.raises(ValueError, match="failed"):
+            try:
+                step()
+            except ValueError as error:
+                explain_oom(error, file=out)
+        assert "checkpoint the 6 blocks" in out.getvalue()
+
+
 def test_watching_leaves_a_compiled_model_whole_and_explains_it():
     model, out = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.Linear(64, 16))), io.StringIO()
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # raises where the watch would break the graph

@@ -311,6 +311,19 @@ def test_cutting_the_batch_fits_less(tokens):
     assert times == sorted(times, reverse=True)
 
 
+def test_batch_norm_in_micro_batches_is_noted():
+    model, images = CNN(blocks=2), torch.randn(4, 3, 16, 16)
+    planner = Planner(model, images, optimizer="sgd", options=("keep",))
+    keep = planner._peak(1, dict.fromkeys(planner.blocks, "keep"))
+    said = "note: the statistics of BatchNorm are then those of each micro-batch of"
+    assert said not in str(planner.plan(keep))
+    smaller = planner.plan(int(0.6 * keep))
+    assert smaller.accumulation > 1 and f"{said} {smaller.micro_batch}, not" in str(smaller)
+    assert said not in str(planner.plan(keep))
+    frozen = Planner(model.eval(), images, optimizer="sgd", options=("keep",)).plan(int(0.6 * keep))
+    assert frozen.accumulation > 1 and said not in str(frozen)
+
+
 def test_apply_and_undo_change_memory_and_not_gradients(whole, tokens):
     torch.manual_seed(0)
     model = Stack()

@@ -52,8 +52,9 @@ def explain_oom(
 ) -> NoReturn:
     """Prints where the memory went and the three most effective remedies, then raises `exception` again.
 
-    For an except clause: `except torch.OutOfMemoryError as error: explain_oom(error)`. Any other exception is raised
-    again without a word. `python -m fastamp run` does this for a program that knows nothing of it.
+    For an except clause: `except torch.OutOfMemoryError as error: explain_oom(error)`. An error that comes from one of
+    those (its `__cause__` or `__context__`) is explained too; any other is raised again without a word. `python -m
+    fastamp run` does this for a program that knows nothing of it.
 
     Bytes and times are estimated on fake tensors, for a loss that keeps nothing itself.
 
@@ -67,7 +68,7 @@ def explain_oom(
     Raises:
         BaseException: `exception`, always.
     """
-    if _last_call.is_out_of_memory(exception):
+    if _last_call.out_of_memory_error(exception) is not None:
         print_explanation(exception, model=model, inputs=inputs, optimizer=optimizer, file=file)
     raise exception
 
@@ -103,7 +104,8 @@ def _explanation(exception: BaseException, model: nn.Module | None, inputs: Any,
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device != "cuda":
         # The explanation itself needs host memory, and what the failed step still holds is in its frames.
-        traceback.clear_frames(exception.__traceback__)
+        for each in _last_call.origins(exception):
+            traceback.clear_frames(each.__traceback__)
     args, kwargs = split_inputs(inputs) if inputs is not None or call is None else (call.args, call.kwargs)
     setting = Setting(
         model,
@@ -235,7 +237,9 @@ def remedies(variants: Variants, report: MemoryReport) -> list[Remedy]:
 def _found_call(exception: BaseException, model: nn.Module | None) -> _last_call.Call | None:
     """The outermost call of a module that the exception came through, else the last one that was watched."""
     last = _last_call.last
-    for frame, _ in traceback.walk_tb(exception.__traceback__):
+    # The outer errors have the outer frames.
+    frames = (frame for each in _last_call.origins(exception) for frame, _ in traceback.walk_tb(each.__traceback__))
+    for frame in frames:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name != "_call_impl" or not isinstance(owner, nn.Module):
             continue

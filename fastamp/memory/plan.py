@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastamp._last_call import is_out_of_memory
+from fastamp._last_call import out_of_memory_error
 from fastamp.memory import _blocks
 from fastamp.memory._not_traceable import NotTraceable
 from fastamp.memory._profile import (
@@ -378,7 +378,9 @@ class Planner:
             try:
                 runs[option] = self._run(dict.fromkeys(self.blocks, option), pieces)
             except Exception as problem:
-                if pieces > 1 or is_out_of_memory(problem):  # that option runs, with another budget or batch
+                if (
+                    pieces > 1 or out_of_memory_error(problem) is not None
+                ):  # that option runs, with another budget or batch
                     raise
                 problems[option] = problem
         if not runs:
@@ -403,7 +405,7 @@ class Planner:
             try:
                 real = self._variants.with_real_times(self._variants.with_pieces(part), smaller, treatments)
             except Exception as problem:
-                if part == batch or not is_out_of_memory(problem):
+                if part == batch or out_of_memory_error(problem) is None:
                     raise
                 continue
             if not self._costs:  # it is the same for each part
@@ -488,11 +490,21 @@ class Planner:
             keep_peak=self._peak(1, dict.fromkeys(self.blocks, "keep")),
             keep_seconds=keeping.seconds + self._variants.optimizer_seconds,
             rates=self._variants.rates.source if self.times == "estimated" else "those of real steps on this device",
-            notes=list(self.notes),
+            notes=[*self.notes, *self._notes_on_pieces(pieces)],
             times=self.times,
             _setting=self._variants.with_pieces(pieces),
             _for_real=self._variants.for_real,
         )
+
+    def _notes_on_pieces(self, pieces: int) -> list[str]:
+        norms = [m for m in self.setting.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if pieces == 1 or not any(norm.training for norm in norms):
+            return []
+        size = self._variants.batch // pieces
+        return [
+            f"the statistics of BatchNorm are then those of each micro-batch of {size}, not of the batch: outputs and "
+            "gradients differ a little from those of the batch in one piece (micro_batches=False never cuts it)"
+        ]
 
     def _does_not_fit(self, budget: int) -> DoesNotFit:
         found = []
