@@ -591,6 +591,7 @@ class _Caching(nn.Module):
     """Stores what it computes in all sorts of places, and computes with tensors that lie in others."""
 
     shared: ClassVar[dict[str, Tensor]] = {}
+    newest: ClassVar[Tensor | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,7 +613,7 @@ class _Caching(nn.Module):
         layer.last = x
         self.cache.length += 1
         self.cache.extra = x
-        self.ordered["last"] = self.shared["last"] = first[0] = x
+        self.ordered["last"] = self.shared["last"] = _Caching.newest = first[0] = x
         deeper["more"] = [x]
         self.pair.notes.append(x)
         self.options.calls += 1
@@ -626,7 +627,7 @@ def _reach(model: _Caching) -> list[object]:
     held = [
         *(value for layer in layers.values() for value in (list(layer.keys), layer.last)),
         [cache.length, cache.table, sorted(cache.__dict__), list(layers)],
-        [list(model.ordered.items()), model.nested, model.pair, model.options, dict(model.shared)],
+        [list(model.ordered.items()), model.nested, model.pair, model.options, dict(model.shared), _Caching.newest],
         [id(p) for p in model.unregistered[0].parameters()],
     ]
     return [id(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in pytree.tree_leaves(held)]
@@ -650,6 +651,7 @@ def test_whatever_a_step_stores_is_taken_out_again(before, fails):
     model(x).sum().backward()
     assert not any(isinstance(t, FakeTensor) for t in (model.ordered["last"], model.cache.extra, expected.grad))
     _Caching.shared.clear()
+    _Caching.newest = None
 
 
 def test_tensors_within_containers_and_objects_are_simulated_on_the_devices_type():
@@ -657,6 +659,7 @@ def test_tensors_within_containers_and_objects_are_simulated_on_the_devices_type
     report = estimate(_Caching(), torch.randn(2, 4), precision="bf16", optimizer=None)
     assert all(holder.largest.endswith("bfloat16") for holder in report.peak.holders if holder.category != "inputs")
     _Caching.shared.clear()
+    _Caching.newest = None
 
 
 def test_what_a_loss_and_an_optimizer_store_is_taken_out_again():

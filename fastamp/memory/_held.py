@@ -23,7 +23,8 @@ _LEAF, _TENSOR, _OBJECT, _SHARED = range(4)
 
 
 class Held:
-    """The attributes of `roots` and the contents of each container and object within their reach, as they are now.
+    """The attributes of `roots` (objects and classes) and the contents of each container and object within their
+    reach, as they are now.
 
     Left alone are objects of Python's library and of torch, but for modules and distributions, and an object that holds
     a lock or a thread, which others may be changing.
@@ -38,11 +39,11 @@ class Held:
         roots = list(roots)
         self._seen, self._left = set(map(id, roots)), _MOST
         self._waiting: deque[tuple[Any, Any]] = deque()
-        for kind in dict.fromkeys(map(type, roots)):
-            for base in filter(_is_looked_into, kind.__mro__):
-                self._wait_for([value for value in vars(base).values() if type(value) in _CONTAINERS])
         for root in roots:
-            self._add(_attributes(root), dict)
+            if isinstance(root, type):
+                self._add(root, type)
+            else:
+                self._add(_attributes(root), dict)
         while self._waiting:
             thing, kind = self._waiting.popleft()
             if kind is not _OBJECT:
@@ -62,7 +63,7 @@ class Held:
         copy = _copy(thing, form)
         if form is not tuple:
             self._saved.append((thing, form, copy))
-        if all(_kind(kind) in (_LEAF, _SHARED) for kind in set(map(type, _values(copy)))):
+        if not copy or all(_kind(kind) in (_LEAF, _SHARED) for kind in set(map(type, _values(copy)))):
             return
         if len(copy) > self._left:
             self.complete = False
@@ -98,6 +99,12 @@ class Held:
         """All is as it was when this was made."""
         for thing, form, copy in self._saved:
             _restore(thing, form, copy)
+
+
+def classes_of(modules: Iterable[nn.Module]) -> list[type]:
+    """The classes whose own attributes a step of these may change."""
+    bases = dict.fromkeys(base for kind in dict.fromkeys(map(type, modules)) for base in kind.__mro__)
+    return [base for base in bases if _is_looked_into(base)]
 
 
 def _swapped(value: Any, swap: Callable[[Tensor], Tensor]) -> Any:
@@ -171,6 +178,8 @@ def _copy(thing: Any, form: Any) -> Any:
         return dict.copy(thing)
     if form is OrderedDict:
         return dict(OrderedDict.items(thing))
+    if form is type:
+        return dict(vars(thing))
     if form is object:
         return {name: getattr(thing, name) for name in _slots(type(thing)) if hasattr(thing, name)}
     if form is set:
@@ -191,11 +200,12 @@ def _restore(thing: Any, form: Any, copy: Any) -> None:
     if len(now) == len(copy) and (now == copy if form is set else _same(_values(now), _values(copy))):
         if form in (set, list, deque) or _same(now, copy):
             return
-    if form is object:
+    if form in (object, type):
         for name in now.keys() - copy.keys():
-            object.__delattr__(thing, name)
+            form.__delattr__(thing, name)
         for name, value in copy.items():
-            object.__setattr__(thing, name, value)
+            if name not in now or now[name] is not value:
+                form.__setattr__(thing, name, value)
     elif form is list:
         list.__setitem__(thing, slice(None), copy)
     elif form is OrderedDict:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fastamp.memory._held import Held
+from fastamp.memory._held import Held, classes_of
 from fastamp.memory._not_traceable import NotTraceable
 
 
@@ -71,7 +71,8 @@ class FakeModel:
         self._random = random.getstate(), torch.get_rng_state(), _numpy_state()
         try:
             held = Held(self.model.modules())
-            self._saved = [held, Held(self.others)]
+            # Tensors of the classes stay real: other models, which other threads may run, have them too.
+            self._saved = [held, Held([*self.others, *classes_of(self.model.modules())])]
             self.complete = all(each.complete for each in self._saved)
             for name, parameter in self.model.named_parameters():
                 self._parameter(parameter, name)
