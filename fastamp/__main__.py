@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
+from fastamp._version import __version__
+
 # Name: the module whose main(argv) runs it and returns the exit code, and what --help says of it.
 COMMANDS = {
     "demo": (
@@ -30,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"commands (each has a --help of its own):\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"fastamp {__version__}")
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), metavar="command", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.usage = "python -m fastamp [-h] [command ...]"
+    parser.usage = "python -m fastamp [-h] [--version] [command ...]"
     with _a_closed_pipe_ends_it():
         parsed = parser.parse_args(argv)
         module = COMMANDS[parsed.command][0] if parsed.command else "fastamp._diagnostics"

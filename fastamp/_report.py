@@ -22,45 +22,52 @@ _SHOWN_CHANGES = 16
 
 
 class _ScalerRecord:
-    """One scaler's iterations: how many were skipped, and when the scale changed."""
+    """One scaler's iterations: how many overflowed, and when the scale changed."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.skipped = 0
+        # The step at whose end each scale was set; the first was there before.
         self.changes: list[tuple[int, float]] = []
-        self._unread: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unread: list[list[torch.Tensor]] = []
 
-    def iteration(self, scaler: Any) -> None:
-        scale = scaler._scale
-        history = scaler._history
-        outcomes = list(history.steps.values()) if history is not None else []
-        skipped = torch.zeros((), device=scale.device)
-        for outcome in outcomes:
-            flags = [torch.full((), float(outcome))] if isinstance(outcome, bool) else outcome
-            for flag in flags:
-                skipped = torch.maximum(skipped, flag.detach().reshape(()).to(skipped, non_blocking=True))
-        self._unread.append((scale.detach().clone().reshape(()), skipped))
+    def iteration(self, before: torch.Tensor, found_infs: list[torch.Tensor], after: torch.Tensor) -> None:
+        overflow = torch.zeros((), device=after.device)
+        for flag in found_infs:
+            overflow = torch.maximum(overflow, flag.detach().reshape(()).to(overflow, non_blocking=True))
+        # update(new_scale) may end an iteration in which nothing was checked.
+        stepped = torch.full_like(overflow, len(found_infs) > 0)
+        self._unread.append([before.reshape(()), overflow, stepped, after.detach().clone().reshape(())])
         if len(self._unread) >= _READ_EVERY:
             self.read()
 
     def read(self) -> None:
         if not self._unread:
             return
-        columns = [torch.stack(column).tolist() for column in zip(*self._unread, strict=True)]
+        rows = torch.stack([torch.stack(row) for row in self._unread]).tolist()
         self._unread = []
-        for scale, skipped in zip(*columns, strict=True):
-            self.steps += 1
-            self.skipped += skipped != 0
-            if not self.changes or self.changes[-1][1] != scale:
-                self.changes.append((self.steps, scale))
+        for before, overflow, stepped, after in rows:
+            self._note(before)
+            self.steps += stepped != 0
+            self.skipped += overflow != 0
+            self._note(after)
+
+    def _note(self, scale: float) -> None:
+        if not self.changes or self.changes[-1][1] != scale:
+            self.changes.append((self.steps, scale))
 
 
 class Report(profiling.Observer):
     """Counts from `start()` to `stop()`. Times are the host's: on a GPU, what it took to launch the work and
-    to wait for it where torch's scaler waits too."""
+    to wait for it where torch's scaler waits too.
 
-    def __init__(self) -> None:
+    storage, store: the formats that were asked for; the report says where they came to nothing.
+    """
+
+    def __init__(self, storage: str | None = None, store: str | None = None) -> None:
+        self.storage, self.store = storage, store
         self.optimizer_steps = 0
+        self.checkpoints = 0
         self.scaler_seconds = 0.0
         self.formats: dict[str, list[int]] = {}
         self.rank = 0
@@ -120,7 +127,7 @@ class Report(profiling.Observer):
         if getattr(self._local, "depth", 0):
             self._local.began = time.perf_counter()
 
-    def updated(self, scaler: GradScaler) -> None:
+    def updated(self, scaler: GradScaler, before: torch.Tensor, found_infs: list[torch.Tensor]) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         with self._lock:
@@ -129,7 +136,12 @@ class Report(profiling.Observer):
                 record = self._scalers[id(scaler)] = _ScalerRecord()
                 # Keeps the id from being used again.
                 self._alive.append(scaler)
-            record.iteration(scaler)
+            assert scaler._scale is not None
+            record.iteration(before, found_infs, scaler._scale)
+
+    def checkpointed(self) -> None:
+        with self._lock:
+            self.checkpoints += 1
 
     def stored(self, form: str, before: int, after: int) -> None:
         with self._lock:
@@ -155,26 +167,38 @@ class Report(profiling.Observer):
             )
         else:
             lines.append(f"  no gradient scaler was in use: {self.optimizer_steps} optimizer steps")
-        lines += _storage_lines(self.formats, self.optimizer_steps)
-        return lines
+        if self.checkpoints:
+            lines.append(f"  checkpoint: {self.checkpoints} call{'s' * (self.checkpoints != 1)}")
+        elif self.storage is not None:
+            lines.append(
+                f"  checkpoint: never called, so that --storage {self.storage} had nothing to store. To store without "
+                f"recomputing, use --store"
+            )
+        return lines + self._storage_lines()
+
+    def _storage_lines(self) -> list[str]:
+        if not self.formats:
+            asked = [f"--{name} {form}" for name, form in (("storage", self.storage), ("store", self.store)) if form]
+            why = f"; {' and '.join(asked)} found nothing large enough to store" if asked and self._may_store() else ""
+            return [f"  storage: every activation was kept as it is{why}"]
+        before = sum(counts[1] for counts in self.formats.values())
+        after = sum(counts[2] for counts in self.formats.values())
+        tensors = ", ".join(f"{counts[0]} in {form}" for form, counts in sorted(self.formats.items()))
+        a_step = f", {_size((before - after) / self.optimizer_steps)} a step" if self.optimizer_steps else ""
+        return [f"  storage: {_size(before - after)} saved{a_step}: {_size(before)} as {_size(after)} ({tensors})"]
+
+    def _may_store(self) -> bool:
+        return self.store is not None or (self.storage not in (None, "exact") and self.checkpoints > 0)
 
 
 def _history(changes: list[tuple[int, float]]) -> str:
-    shown = [f"{scale:g}" if step == 1 else f"{scale:g} (step {step})" for step, scale in changes]
+    (_, first), *later = changes
+    # Ten digits show every power of two that a float32 scale is likely to be.
+    shown = [f"{first:.10g}", *(f"{scale:.10g} (step {step})" for step, scale in later)]
     if len(shown) > _SHOWN_CHANGES:
         half = _SHOWN_CHANGES // 2
         shown = [*shown[:half], f"... {len(shown) - 2 * half} more ...", *shown[-half:]]
     return " -> ".join(shown)
-
-
-def _storage_lines(formats: dict[str, list[int]], steps: int) -> list[str]:
-    if not formats:
-        return ["  storage: every activation was kept as it is"]
-    before = sum(counts[1] for counts in formats.values())
-    after = sum(counts[2] for counts in formats.values())
-    tensors = ", ".join(f"{counts[0]} in {form}" for form, counts in sorted(formats.items()))
-    a_step = f", {_size((before - after) / steps)} a step" if steps else ""
-    return [f"  storage: {_size(before - after)} saved{a_step}: {_size(before)} as {_size(after)} ({tensors})"]
 
 
 def _size(count: float) -> str:

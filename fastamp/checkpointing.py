@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
-from fastamp import _delta, _offload
+from fastamp import _delta, _offload, profiling
 from fastamp import storage as _storage
 from fastamp._buffers import BufferRecord
 from fastamp._torch_versions import is_exporting, is_non_strict_tracing
@@ -323,6 +323,7 @@ def _eager(
     storage: str | _storage.Policy | _delta.DeltaChain,
     offload: str | None,
 ) -> Any:
+    profiling.checkpointed()
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if isinstance(preserve_rng_state, str) and preserve_rng_state != "all":

@@ -242,12 +242,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states
+        found_infs = [f for state in states.values() for f in state["found_inf_per_device"].values()]
+        before = scale.clone() if profiling.observed() else None
         if new_scale is not None:
             if isinstance(new_scale, float):
                 _check_positive("new_scale", new_scale)
             super().update(new_scale)
         else:
-            found_infs = [f for state in states.values() for f in state["found_inf_per_device"].values()]
             if not found_infs:
                 raise AssertionError(
                     "No inf checks were recorded prior to update. Neither unscale_() nor step() has found "
@@ -261,7 +262,8 @@ class GradScaler(torch.amp.GradScaler):
             _drop_folded_clip(state)
         if self._history is not None:
             self._end_iteration(self._history)
-        profiling.updated(self)
+        if before is not None:
+            profiling.updated(self, before, found_infs)
 
     def _update_scale(self, scale: Tensor, growth_tracker: Tensor, found_infs: list[Tensor]) -> None:
         device = scale.device

@@ -36,8 +36,12 @@ class Observer:
     def end(self, name: str) -> None:
         """Work of this name, which began last on this thread, has ended, also where it raised."""
 
-    def updated(self, scaler: Any) -> None:
-        """`scaler.update()` has ended an iteration."""
+    def updated(self, scaler: Any, before: Tensor, found_infs: list[Tensor]) -> None:
+        """`scaler.update()` has ended an iteration that had the scale `before`, a copy, and in which these flags were
+        raised or not; both on their devices, nothing has waited for them."""
+
+    def checkpointed(self) -> None:
+        """`fastamp.checkpoint` was called, outside of any compiled graph."""
 
     def stored(self, form: str, before: int, after: int) -> None:
         """An activation of `before` bytes is kept as `after` bytes, in the format `form`."""
@@ -85,9 +89,19 @@ def span(name: str) -> contextlib.AbstractContextManager[None]:
     return _Span(name, observers) if observers else _UNWATCHED  # type: ignore[return-value]
 
 
-def updated(scaler: Any) -> None:
+def observed() -> bool:
+    """Whether anybody watches."""
+    return bool(_observers)
+
+
+def updated(scaler: Any, before: Tensor, found_infs: list[Tensor]) -> None:
     for observer in _observers:
-        observer.updated(scaler)
+        observer.updated(scaler, before, found_infs)
+
+
+def checkpointed() -> None:
+    for observer in _observers:
+        observer.checkpointed()
 
 
 def stored(form: str, values: Tensor, kept: Iterable[Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import importlib.util
 import json
 import multiprocessing.spawn
 import os
@@ -64,9 +65,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """run's own options, and the program with its arguments (["train.py", ...] or ["-m", "module", ...])."""
     with_value = {"--storage", "--store", "--min-scale", "--max-scale", "--hysteresis"}
     index = 0
-    while index < len(argv) and argv[index].startswith("-") and argv[index] != "-m":
+    while index < len(argv) and argv[index].startswith("-") and argv[index] not in ("-m", "--"):
         index += 2 if argv[index] in with_value else 1
-    return list(argv[:index]), list(argv[index:])
+    # As elsewhere "--" ends the options and is none of the program's arguments.
+    return list(argv[:index]), list(argv[index + (argv[index : index + 1] == ["--"]) :])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the name of a script or -m and the name of a module is missing")
     if not is_module and not Path(target[0]).exists():
         parser.error(f"there is no file {target[0]!r}")
+    if is_module and (why := _cannot_run(target[0])):
+        parser.error(why)
     try:
         with _in_effect(vars(options)):
             _propagate(vars(options), target[0], is_module)
@@ -92,6 +96,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _BadOption as error:
         parser.error(str(error))
     return 0
+
+
+def _cannot_run(module: str) -> str | None:
+    """Why `python -m module` could not run it; None if it can."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+            if spec is None:
+                return f"{module!r} is a package without a __main__ module"
+    except ModuleNotFoundError as error:
+        # Of the program's own imports Python's traceback tells more.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return None
+        spec = None
+    except ValueError:
+        return None
+    return f"there is no module {module!r}" if spec is None else None
 
 
 def _run_script(target: list[str]) -> None:
@@ -123,16 +145,16 @@ def _in_effect(options: dict[str, Any]) -> Iterator[None]:
         except (TypeError, ValueError) as error:
             raise _BadOption(str(error)) from error
         if options["report"]:
-            stack.enter_context(_reporting())
+            stack.enter_context(_reporting(options["storage"], options["store"]))
         stack.enter_context(watching())
         yield
 
 
 @contextlib.contextmanager
-def _reporting() -> Iterator[None]:
+def _reporting(storage: str | None, store: str | None) -> Iterator[None]:
     from fastamp._report import Report
 
-    report = Report()
+    report = Report(storage, store)
     report.start()
     try:
         yield

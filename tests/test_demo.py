@@ -13,6 +13,7 @@ from fastamp import demo
 from fastamp.demo import memory, report
 from fastamp.demo.command import parse
 from fastamp.demo.text import batches, standard_library
+from fastamp.demo.training import Job, recipes
 
 SMALL = [
     "--device",
@@ -145,8 +146,16 @@ def test_stored_exactly_is_compared_exactly(tmp_path, measured_here):
 def test_memory_is_measured_in_a_process_of_its_own():
     options = parse(["--dtype", "fp32", "--device", "cpu", "--width", "64", "--seq", "256", "--batch", "16"])
     found = memory.measure(options, 0)
-    assert found["saved_bytes"] == memory.measure_here(options, 0)["saved_bytes"]
+    assert found == memory.measure_here(options, 0)
     assert found["saved_bytes"] < found["peak_bytes"] < 2 * found["saved_bytes"]
+
+
+def test_peak_memory_holds_what_is_saved_and_all_gradients():
+    """The smallest model too, whose step a process may do with memory that it has already."""
+    options = parse(["--dtype", "fp32", "--device", "cpu", "--layers", "1", "--width", "16", "--seq", "8"])
+    found = memory.measure_here(options, 0)
+    gradients = sum(p.nbytes for p in Job(recipes(options)[0], options).model.parameters())
+    assert found["peak_bytes"] >= max(found["saved_bytes"], gradients) > 0
 
 
 def test_text_is_split_by_file_and_batches_are_repeatable():
@@ -175,6 +184,11 @@ def test_table_is_aligned():
         (["--dropout", "1"], "argument --dropout: expected a rate in [0, 1)"),
         (["--storage", "int8"], "argument --storage: needs --checkpoint"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--checkpoint", "--storage", "int7"], "argument --storage: expected one of exact, bf16, "),
+        (["--checkpoint", "--storage", "delta-int7"], "delta-int8, delta-int4, got 'delta-int7'"),
+        (["--store", "delta-int8"], "argument --store: expected one of exact, bf16, "),
+        (["--device", "no_such"], "argument --device: torch "),
+        (["--device", "cuda:99"], "cannot use 'cuda:99' here: "),
     ],
 )
 def test_bad_options(capsys, arguments, message):

@@ -112,6 +112,10 @@ def test_help_lists_the_commands(capsys):
     assert "usage: python -m fastamp" in output and "  demo  " in output
 
 
+def test_version(capsys):
+    assert leave(capsys, "--version") == (0, f"fastamp {fastamp.__version__}\n")
+
+
 def test_command_gets_its_own_arguments(capsys):
     code, output = leave(capsys, "demo", "--help")
     assert code == 0

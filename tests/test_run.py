@@ -131,7 +131,9 @@ def test_articles_scripts_run_unchanged_with_the_same_results(name, steps, scale
         scales = [float(scale) for scale in re.findall(r"scale (\S+)$", expected, re.MULTILINE)]
         halvings = len(set([2.0**24, *scales])) - 1
         assert halvings >= 3 and f"{steps} steps, {halvings} skipped" in report
-        assert f"scale {scales[0]:g} -> {scales[1]:g} (step 2)" in report
+        assert "scale 16777216 -> 8388608 (step 1) -> 4194304 (step 2)" in report
+    if name in ("checkpoint_forward", "bert_classifier", "hf_trainer"):
+        assert f"checkpoint: {checkpoints} calls\n" in report
 
 
 def test_storage_applies_and_is_counted():
@@ -337,6 +339,9 @@ def test_an_article_that_knows_nothing_of_accelerate_runs_under_its_launcher(tmp
             ["a.py", "1"],
         ),
         (["--min-scale", "-1", "-m", "pkg", "-m"], ["--min-scale", "-1"], ["-m", "pkg", "-m"]),
+        (["--report", "--", "a.py", "--", "1"], ["--report"], ["a.py", "--", "1"]),
+        (["--", "-m", "pkg"], [], ["-m", "pkg"]),
+        (["--"], [], []),
         ([], [], []),
     ],
 )
@@ -349,7 +354,12 @@ def test_splits_its_options_from_the_programs(command, own, program):
     [
         ([], "name of a script or -m and the name of a module is missing"),
         (["-m"], "name of a script or -m and the name of a module is missing"),
+        (["--report", "--"], "name of a script or -m and the name of a module is missing"),
         (["no_such_file.py"], "there is no file 'no_such_file.py'"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["-m", "json.no_such_module"], "there is no module 'json.no_such_module'"),
+        (["-m", "no_such_package.module"], "there is no module 'no_such_package.module'"),
+        (["-m", "json"], "'json' is a package without a __main__ module"),
         (["--storage", "int7", __file__], "int7"),
         (["--min-scale", "-1", __file__], "min_scale must be a positive number, got -1.0"),
         (["--min-scale", "much", __file__], "invalid float value: 'much'"),
@@ -393,6 +403,67 @@ def test_report_counts_steps_skips_and_scales(fused):
     assert report.optimizer_steps == (6 if fused else 5)
     train(Report(), steps=2)
     assert "\n".join(report.lines()) == text
+
+
+def test_report_begins_with_the_first_scale_and_counts_what_overflowed():
+    """Also where the first step overflows, the program takes its steps itself, and sets the scale itself."""
+    report = Report()
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = fastamp.GradScaler("cpu", init_scale=2.0**24)
+    report.start()
+    for overflows in (True, False, True, False):
+        weight.grad = None
+        scaler.scale((weight * (float("inf") if overflows else 1.0)).sum()).backward()
+        scaler.unscale_(optimizer)
+        if not overflows:
+            optimizer.step()
+        scaler.update()
+    scaler.update(64.0)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0})
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    report.stop()
+    text = "\n".join(report.lines())
+    assert "scaler: 5 steps, 2 skipped\n" in text
+    assert "scale 16777216 -> 8388608 (step 1) -> 4194304 (step 3) -> 64 (step 4) -> 32 (step 4)\n" in text
+
+
+def test_report_counts_one_optimizers_overflow_once():
+    """Of two optimizers in one iteration, and not again in an iteration that the other has to itself."""
+    report = Report()
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    scaler = fastamp.GradScaler("cpu", init_scale=1024.0)
+    report.start()
+    for factors in ((1.0, float("inf")), (1.0, None)):
+        for weight, optimizer, factor in zip(weights, optimizers, factors, strict=True):
+            if factor is not None:
+                weight.grad = None
+                scaler.scale((weight * factor).sum()).backward()
+                scaler.step(optimizer)
+        scaler.update()
+    report.stop()
+    assert "scaler: 2 steps, 1 skipped\n" in "\n".join(report.lines())
+
+
+def test_report_says_where_options_came_to_nothing():
+    small = torch.ones(8, requires_grad=True)
+
+    def lines(checkpoint, **options):
+        report = Report(**options)
+        report.start()
+        if checkpoint:
+            fastamp.checkpoint(torch.sin, small * 1, storage=options["storage"]).sum().backward()
+        report.stop()
+        return "\n".join(report.lines())
+
+    assert "checkpoint: never called, so that --storage int8 had nothing to store" in lines(False, storage="int8")
+    text = lines(True, storage="int8")
+    assert "checkpoint: 1 call\n" in text and "kept as it is; --storage int8 found nothing large enough" in text
+    assert "kept as it is; --store bf16 found nothing large enough" in lines(False, store="bf16")
+    assert "found nothing" not in lines(True, storage="exact")
 
 
 def test_report_reads_a_long_history_in_pieces_and_shortens_it():

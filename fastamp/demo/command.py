@@ -95,11 +95,30 @@ def parse(argv: Sequence[str] | None = None, prog: str = "python -m fastamp demo
         parser.error(f"argument --dropout: expected a rate in [0, 1), got {options.dropout}")
     if options.storage and not options.checkpoint:
         parser.error("argument --storage: needs --checkpoint; to store without recompute, use --store")
+    _check_formats(parser, options)
+    _check_device(parser, options.device)
     if options.dtype == "auto":
         options.dtype = "fp16" if _fast_fp16(options.device) else "bf16"
     if options.init_scale is None:
         options.init_scale = 2.0**16 if options.dtype == "fp16" else 2.0**127
     return options
+
+
+def _check_formats(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    from fastamp import _delta, storage
+
+    for name, formats in (("storage", [*storage.FORMATS, *_delta.FORMATS]), ("store", [*storage.FORMATS])):
+        given = getattr(options, name)
+        if given is not None and given not in formats:
+            parser.error(f"argument --{name}: expected one of {', '.join(formats)}, got {given!r}")
+
+
+def _check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # whatever a missing device raises
+        reason = str(error).splitlines()[0]
+        parser.error(f"argument --device: torch {torch.__version__} cannot use {device!r} here: {reason}")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

@@ -6,7 +6,7 @@ import argparse
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ def measure(options: argparse.Namespace, index: int) -> dict[str, int]:
 
     ``saved_bytes`` is what a forward pass leaves allocated for the backward pass, parameters aside, as the
     allocator counts it: autograd's saved tensors, what codecs made of them, copies of weights by autocast.
-    (A counter in saved-tensor hooks would not see what hooks inside of it store.) ``peak_bytes`` is the
-    highest memory above what the idle process holds, gradients included: of the allocator on CUDA, of the
-    process (resident set) elsewhere.
+    (A counter in saved-tensor hooks would not see what hooks inside of it store.) ``peak_bytes`` is the most
+    that the allocator has handed out at one time, above what it had before the pass, gradients included.
     """
-    # Freed memory that a process keeps from its training would hide the peak, hence a new one. Without the
-    # variable, which is read as torch is imported, Kineto writes a line at each start of a profile.
+    # Without the variable, which is read as torch is imported, Kineto writes a line at each start of a profile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure_here, options, index).result()
@@ -55,41 +53,26 @@ def _measure_cuda(job: Job, inputs: Tensor, targets: Tensor) -> dict[str, int]:
 
 
 def _measure_cpu(job: Job, inputs: Tensor, targets: Tensor) -> dict[str, int]:
-    idle = _reset_peak_resident_bytes()
-    job.loss(inputs, targets).backward()
-    peak = _peak_resident_bytes() - idle
-    job.optimizer.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # The process's resident memory would tell less: what it keeps of memory freed before hides part of the peak.
+    with _profiler() as forward:
         loss = job.loss(inputs, targets)
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    saved = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del loss
-    return {"saved_bytes": saved, "peak_bytes": peak}
+    with _profiler() as backward:
+        loss.backward()
+    saved, peak = _total_and_peak(forward)
+    _, backward_peak = _total_and_peak(backward)
+    return {"saved_bytes": saved, "peak_bytes": max(peak, saved + backward_peak)}
 
 
-def _reset_peak_resident_bytes() -> int:
-    """Restarts the record of the peak where the system can (Linux); returns the bytes resident now."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status_bytes("VmRSS")
-    except OSError:
-        return _peak_resident_bytes()
+def _profiler() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-def _peak_resident_bytes() -> int:
-    try:
-        return _status_bytes("VmHWM")
-    except OSError:
-        import resource  # absent on Windows
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+def _total_and_peak(profiler: profile) -> tuple[int, int]:
+    """Bytes that are allocated and not freed while profiled, and the most at one time."""
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [event for event in events if event.name() == "[memory]"]
+    bytes_after = list(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+    return bytes_after[-1], max(bytes_after)
 
 
 def gradient_error(job: Job, exact: Job, batch: Batch) -> float:
