@@ -44,8 +44,19 @@ struct Buckets {
   // one_thread_elements: of the launchers' table; 0 where the order among dtypes matters too.
   template <class Fn>
   void for_each_in_turn(int64_t one_thread_elements, const Fn& fn) const {
-    if (!exceeds(one_thread_elements) || !repeats()) return for_each(fn);
+    const bool one_thread = std::all_of(by_dtype.begin(), by_dtype.end(), [&](const Bucket& b) {
+      return one_thread_elements && dense_elements(b) <= one_thread_elements;
+    });
+    if (one_thread || !repeats()) return for_each(fn);
     for (const Buckets& turn : turns()) turn.for_each(fn);
+  }
+
+  // Whether the tensors have no gaps and at most this many elements in all.
+  bool within(int64_t elements) const {
+    return std::all_of(by_dtype.begin(), by_dtype.end(), [&](const Bucket& b) {
+      elements -= dense_elements(b);
+      return elements >= 0 && b.strided.empty();
+    });
   }
 
   // Whether any memory is listed twice, told by where it begins.
@@ -72,13 +83,10 @@ struct Buckets {
   }
 
  private:
-  bool exceeds(int64_t elements) const {
-    if (elements == 0) return true;
-    return std::any_of(by_dtype.begin(), by_dtype.end(), [elements](const Bucket& b) {
-      int64_t total = 0;
-      for (const TensorRef& ref : b.dense) total += ref.numel;
-      return total > elements;
-    });
+  static int64_t dense_elements(const Bucket& bucket) {
+    int64_t total = 0;
+    for (const TensorRef& ref : bucket.dense) total += ref.numel;
+    return total;
   }
 
   // First mentions, second mentions and so on, in the order of the list.

@@ -49,26 +49,37 @@ void bind(uintptr_t cpu_table, uintptr_t cuda_table) {
   }
 }
 
-// fn(launchers, stream) with the device current and other Python threads free to run.
+// fn(launchers, stream) with the device current and, unless `brief`, other Python threads free to run.
 template <class Fn>
-void launch(c10::Device device, const Fn& fn) {
+void launch(c10::Device device, const Fn& fn, bool brief = false) {
   const Launchers* launchers = launchers_of(device.is_cuda());
   FASTAMP_CHECK(launchers, "this build of fastamp has no kernels for ", device.str());
-  const py::gil_scoped_release release;
+  std::optional<py::gil_scoped_release> release;
+  if (!brief) release.emplace();
   const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional<c10::Device>(device) : std::nullopt);
   fn(launchers, launchers->current_stream(device.index()));
 }
 
-void count_write(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+void count_write(c10::TensorImpl* tensor) {
+  if (!tensor->is_inference()) tensor->bump_version();
 }
+void count_write(const at::Tensor& tensor) { count_write(tensor.unsafeGetTensorImpl()); }
 
 // The gradients of one device.
 struct DeviceGradients {
   explicit DeviceGradients(c10::Device device) : device(device) {}
 
+  // Keeps the gradients alive. Until then they are borrowed from their parameters, which spares two locked instructions
+  // each, and is safe only while this thread holds the GIL and runs no Python code.
+  void own() {
+    owned.reserve(grads.capacity());
+    while (owned.size() < grads.size())
+      owned.emplace_back(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(grads[owned.size()]));
+  }
+
   c10::Device device;
-  std::vector<at::Tensor> grads;  // keeps what the buckets point to
+  std::vector<c10::TensorImpl*> grads;
+  std::vector<at::Tensor> owned;  // the first of them
   Buckets buckets;
 };
 
@@ -158,7 +169,7 @@ void add(DeviceGradients& to, const at::Tensor& grad, Py_ssize_t group, Py_ssize
     strided.index = index;
     bucket.strided.push_back(strided);
   }
-  to.grads.push_back(grad);
+  to.grads.push_back(grad.unsafeGetTensorImpl());
   ++to.buckets.count;
 }
 
@@ -219,29 +230,29 @@ class GradientWalk {
 
 class GradientBuckets {
  public:
-  explicit GradientBuckets(const py::iterable& param_groups) {
+  explicit GradientBuckets(const py::iterable& param_groups) : GradientBuckets(param_groups, Borrowed{}) { own(); }
+
+  // Without own(), for a caller that is done with the gradients, or calls it, before Python code may run.
+  struct Borrowed {};
+  GradientBuckets(const py::iterable& param_groups, Borrowed) {
     static PyObject* const key = PyUnicode_InternFromString("params");
-    Py_ssize_t group_index = 0;
-    for (const py::handle group : param_groups) {
+    const py::object groups = as_sequence(param_groups, "the parameter groups must be a sequence of dicts");
+    for (Py_ssize_t g = 0; g < PySequence_Fast_GET_SIZE(groups.ptr()); ++g) {
+      const auto group = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(groups.ptr(), g));
+      // Other classes run code of their own, and a list made for this call may be all that keeps its tensors.
+      bool ordinary = PyDict_CheckExact(group.ptr());
+      if (!ordinary) own();
       const py::object params = py::reinterpret_steal<py::object>(PyObject_GetItem(group.ptr(), key));
       if (!params) throw py::error_already_set();
-      const py::object fast = py::reinterpret_steal<py::object>(
-          PySequence_Fast(params.ptr(), "a parameter group's \"params\" must be a sequence of tensors"));
-      if (!fast) throw py::error_already_set();
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast.ptr());) {
-        const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
-        GradientWalk walk(PySequence_Fast_ITEMS(fast.ptr()), i, size);
-        const at::Tensor* grad = nullptr;
-        for (; i < size && (grad = walk.at(i)); ++i)
-          if (grad->defined()) take(*grad, group_index, i, size - i);
-        // Asking Python may change anything, the list of parameters too.
-        if (i < size) {
-          take_from_subclass(PySequence_Fast_GET_ITEM(fast.ptr(), i), group_index, i);
-          ++i;
-        }
-      }
-      ++group_index;
+      ordinary = ordinary && (PyList_CheckExact(params.ptr()) || PyTuple_CheckExact(params.ptr()));
+      if (!ordinary) own();
+      take_all(as_sequence(params, "a parameter group's \"params\" must be a sequence of tensors"), g);
+      if (!ordinary) own();
     }
+  }
+
+  void own() {
+    for (auto& d : by_device_) d.own();
   }
 
   std::vector<c10::Device> devices() const {
@@ -249,7 +260,7 @@ class GradientBuckets {
     for (const auto& d : by_device_) found.push_back(d.device);
     return found;
   }
-  const std::vector<at::Tensor>& grads(c10::Device device) const { return on(device).grads; }
+  const std::vector<at::Tensor>& grads(c10::Device device) const { return on(device).owned; }
   const std::vector<at::Tensor>& other() const { return other_; }
   const std::vector<std::pair<Py_ssize_t, Py_ssize_t>>& other_at() const { return other_at_; }
   py::object first_fp16() const {
@@ -260,25 +271,32 @@ class GradientBuckets {
     return other_.empty() && by_device_.size() == 1 && by_device_[0].device == device;
   }
   bool has_fp16() const { return fp16_group_ >= 0; }
+  // Whether the work of a pass takes microseconds, less than other threads could use.
+  bool brief(c10::Device device) const {
+    const Launchers* launchers = launchers_of(device.is_cuda());
+    return launchers && on(device).buckets.within(launchers->one_thread_elements);
+  }
 
-  void unscale(c10::Device device, const at::Tensor& inv_scale, const at::Tensor& found_inf) const {
+  void unscale(c10::Device device, const at::Tensor& inv_scale, const at::Tensor& found_inf, bool brief = false) const {
     const DeviceGradients& g = on(device);
     const auto* inv = static_cast<const float*>(scalar(inv_scale, "inv_scale", device));
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
-    launch(device, [&](const Launchers* l, void* stream) {
+    auto run = [&](const Launchers* l, void* stream) {
       g.buckets.for_each_in_turn(l->one_thread_elements,
                                  [&](const TensorSpan& span, bool) { l->unscale(span, inv, found, stream); });
-    });
+    };
+    launch(device, run, brief);
     count_writes(g.grads);
     count_write(found_inf);
   }
 
-  void check(c10::Device device, const at::Tensor& found_inf) const {
+  void check(c10::Device device, const at::Tensor& found_inf, bool brief = false) const {
     const DeviceGradients& g = on(device);
     auto* found = static_cast<float*>(scalar(found_inf, "found_inf", device));
-    launch(device, [&](const Launchers* l, void* stream) {
+    auto run = [&](const Launchers* l, void* stream) {
       g.buckets.for_each([&](const TensorSpan& span, bool) { l->check(span, found, stream); });
-    });
+    };
+    launch(device, run, brief);
     count_write(found_inf);
   }
 
@@ -333,6 +351,28 @@ class GradientBuckets {
   }
 
  private:
+  static py::object as_sequence(const py::object& object, const char* message) {
+    const py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(object.ptr(), message));
+    if (!sequence) throw py::error_already_set();
+    return sequence;
+  }
+
+  void take_all(const py::object& params, Py_ssize_t group) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr());) {
+      const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
+      GradientWalk walk(PySequence_Fast_ITEMS(params.ptr()), i, size);
+      const at::Tensor* grad = nullptr;
+      for (; i < size && (grad = walk.at(i)); ++i)
+        if (grad->defined()) take(*grad, group, i, size - i);
+      // Asking Python may change anything, the list of parameters too.
+      if (i < size) {
+        own();
+        take_from_subclass(PySequence_Fast_GET_ITEM(params.ptr(), i), group, i);
+        ++i;
+      }
+    }
+  }
+
   // A parameter's class may have its own idea of `grad`: Python is asked.
   void take_from_subclass(PyObject* param, Py_ssize_t group, Py_ssize_t index) {
     if (!THPVariable_Check(param)) {
@@ -347,6 +387,7 @@ class GradientBuckets {
       throw py::error_already_set();
     }
     take(THPVariable_Unpack(grad.ptr()), group, index, 1);
+    own();  // before the Python object goes
   }
 
   // `expected` is how many more gradients may come.
@@ -375,15 +416,14 @@ class GradientBuckets {
   }
 
   // In-place writes, as autograd counts them.
-  static void count_writes(const std::vector<at::Tensor>& grads) {
+  static void count_writes(const std::vector<c10::TensorImpl*>& grads) {
     // A counter is bumped with a locked instruction, which waits for its cache line before anything else may go on.
     // Reading a few counters first lets their lines come together.
     constexpr size_t kTogether = 16;
     for (size_t begin = 0; begin < grads.size(); begin += kTogether) {
       const size_t end = std::min(begin + kTogether, grads.size());
       for (size_t i = begin; i < end; ++i)
-        if (!grads[i].is_inference())
-          static_cast<void>(grads[i].unsafeGetTensorImpl()->version_counter().current_version());
+        if (!grads[i]->is_inference()) static_cast<void>(grads[i]->version_counter().current_version());
       for (size_t i = begin; i < end; ++i) count_write(grads[i]);
     }
   }
@@ -399,13 +439,18 @@ class GradientBuckets {
 // checks them, without inv_scale) and returns None. Else returns the buckets, with nothing written.
 py::object unscale_on_one_device(const py::iterable& param_groups, const std::optional<at::Tensor>& inv_scale,
                                  const at::Tensor& found_inf, bool allow_fp16) {
-  GradientBuckets buckets(param_groups);
+  GradientBuckets buckets(param_groups, GradientBuckets::Borrowed{});
   const c10::Device device = found_inf.device();
-  if (!buckets.all_on(device) || (!allow_fp16 && buckets.has_fp16())) return py::cast(std::move(buckets));
+  if (!buckets.all_on(device) || (!allow_fp16 && buckets.has_fp16())) {
+    buckets.own();
+    return py::cast(std::move(buckets));
+  }
+  const bool brief = buckets.brief(device);
+  if (!brief) buckets.own();
   if (inv_scale) {
-    buckets.unscale(device, *inv_scale, found_inf);
+    buckets.unscale(device, *inv_scale, found_inf, brief);
   } else {
-    buckets.check(device, found_inf);
+    buckets.check(device, found_inf, brief);
   }
   return py::none();
 }
@@ -466,8 +511,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("first_fp16", &GradientBuckets::first_fp16)
       .def_property_readonly("count", &GradientBuckets::count)
       .def("grads", &GradientBuckets::grads, py::arg("device"))
-      .def("unscale", &GradientBuckets::unscale, py::arg("device"), py::arg("inv_scale"), py::arg("found_inf"))
-      .def("check", &GradientBuckets::check, py::arg("device"), py::arg("found_inf"))
+      .def(
+          "unscale",
+          [](const GradientBuckets& b, c10::Device device, const at::Tensor& inv_scale, const at::Tensor& found_inf) {
+            b.unscale(device, inv_scale, found_inf);
+          },
+          py::arg("device"), py::arg("inv_scale"), py::arg("found_inf"))
+      .def(
+          "check",
+          [](const GradientBuckets& b, c10::Device device, const at::Tensor& found_inf) { b.check(device, found_inf); },
+          py::arg("device"), py::arg("found_inf"))
       .def("unscale_norm", &GradientBuckets::unscale_norm, py::arg("device"), py::arg("inv_scale"),
            py::arg("found_inf"))
       .def("clip", &GradientBuckets::clip, py::arg("device"), py::arg("coefficient"));

@@ -250,6 +250,66 @@ def test_gradients_die_with_the_last_that_holds_them():
     assert storage.expired() and grad() is None
 
 
+def group_with_code(drop: Callable[[], None]) -> list[dict]:
+    class Group(dict):
+        def __getitem__(self, key: object) -> object:
+            drop()
+            return super().__getitem__(key)
+
+    return [Group(params=[])]
+
+
+def sequence_with_code(drop: Callable[[], None]) -> list[dict]:
+    class Params(list):
+        def __iter__(self) -> Iterator:
+            drop()
+            return super().__iter__()
+
+    return [{"params": Params()}]
+
+
+def parameter_with_code(drop: Callable[[], None]) -> list[dict]:
+    class Parameter(torch.Tensor):
+        @property
+        def grad(self) -> None:
+            drop()
+
+    return [{"params": [torch.zeros(2).as_subclass(Parameter)]}]
+
+
+def only_in_its_list(drop: Callable[[], None]) -> list[dict]:
+    """Nothing but a list that the group makes holds the parameter and its gradient; code runs later."""
+
+    class Group(dict):
+        def __getitem__(self, key: object) -> object:
+            param = torch.nn.Parameter(torch.zeros(3))
+            param.grad = torch.ones(3)
+            return [param]
+
+    return [Group(), *group_with_code(drop)]
+
+
+@pytest.mark.parametrize("numel", [3, 40_000], ids=["brief", "long"])
+@pytest.mark.parametrize("later", [group_with_code, sequence_with_code, parameter_with_code, only_in_its_list])
+def test_code_that_runs_while_gradients_are_gathered_takes_none_away(later, numel):
+    """Gradients that the code drops are unscaled all the same, and not what takes their place in memory."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(8)]
+    for param in params:
+        param.grad = torch.ones(numel)
+    memory = [param.grad.detach() for param in params]
+    made = []
+
+    def drop() -> None:
+        for param in params:
+            param.grad = None
+        made.extend(torch.zeros(3) for _ in range(32))
+
+    groups = [{"params": params}, *later(drop)]
+    assert _library.host.unscale_on_one_device(groups, torch.tensor(0.5), torch.zeros(()), False) is None
+    assert all(torch.equal(grad, torch.full((numel,), 0.5)) for grad in memory)
+    assert [tensor._version for tensor in made] == [0] * len(made)
+
+
 def test_buckets_do_not_keep_parameters_or_groups_alive():
     param = torch.nn.Parameter(torch.zeros(5))
     param.grad = torch.ones(5)
