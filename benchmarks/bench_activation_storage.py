@@ -3,11 +3,12 @@
 A 12-layer GPT (width 256, 4 sequences of 256, float32, dropout 0.1), forward and backward, with what backward needs
 kept in several ways. For each: the bytes that are kept between forward and backward besides the parameters, each
 memory counted once; the peak of the process's memory over what it had before the step (Linux only); the time of the
-step over plain autograd's, the two taking turns, as the median of the rounds' ratios; and the distance of all gradients
-from plain autograd's, relative to their norm. The checkpoints cover every block, and the head with the loss.
+step over plain autograd's, the two taking turns, as the median of the rounds' ratios; of the step, the share that is
+spent in saved-tensor hooks, which varies less; and the distance of all gradients from plain autograd's, relative to
+their norm. The checkpoints cover every block, and the head with the loss.
 
-Then the error of coding only what checkpoints of blocks keep, on a smaller model that was trained 120 steps; and
-batches where storage helps little.
+Then the error of coding only what checkpoints of blocks keep, on a smaller model that was trained 120 steps; the same
+step under float16 autocast; and batches where storage helps little.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import contextlib
 import ctypes
 import functools
 import multiprocessing
+import statistics
 import sys
+import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,8 +232,10 @@ def measure(layers: int, rounds: int) -> dict[str, dict[str, Any]]:
         gradients = step.gradients()
         expected = gradients if expected is None else expected
         cases[name] = {"saved": kept, "error": relative(gradients, expected)}
-    for name in WAYS:
+    for name, way in WAYS.items():
         cases[name] |= compared(step, name, "plain autograd", rounds)
+        if way.run is in_turn and name != "plain autograd":
+            cases[name]["hooks"] = hooks_share(step, way, rounds)
     ours = cases['checkpoint(storage="int8")']
     ours["time of torch checkpoint's"] = compared(step, 'checkpoint(storage="int8")', "torch checkpoint", rounds)[
         "time"
@@ -244,6 +250,33 @@ def compared(step: Step, name: str, other: str, rounds: int) -> dict[str, Any]:
     pair = {way: functools.partial(step, WAYS[way]) for way in (other, name)}
     timing = time_interleaved(pair, rounds=rounds, min_seconds=0, max_seconds=120, warmup=1)
     return {"us": timing[name], "time": ratio(timing, name, other, 3)}
+
+
+def hooks_share(step: Step, way: Way, rounds: int) -> float:
+    """The share of the step's time that is spent in saved-tensor hooks."""
+    spent = 0.0
+    make = saved_tensors_hooks.__init__
+
+    def timed(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(argument: Any) -> Any:
+            nonlocal spent
+            begin = time.perf_counter()
+            result = hook(argument)
+            spent += time.perf_counter() - begin
+            return result
+
+        return run
+
+    def make_timed(self: Any, pack: Any, unpack: Any) -> None:
+        make(self, timed(pack), timed(unpack))
+
+    shares = []
+    with unittest.mock.patch.object(saved_tensors_hooks, "__init__", make_timed):
+        for _ in range(rounds):
+            spent, begin = 0.0, time.perf_counter()
+            step(way)
+            shares.append(spent / (time.perf_counter() - begin))
+    return statistics.median(shares)
 
 
 # --- peak memory, in a process of its own
@@ -322,6 +355,23 @@ def trained_errors(steps: int) -> dict[str, float]:
     return errors
 
 
+# --- under autocast
+
+
+def under_autocast(layers: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Bytes kept and gradient errors where many activations have 16 bits already. CPUs are slow at it: no times."""
+    step = Step(layers)
+    found: dict[str, dict[str, Any]] = {}
+    expected = None
+    for name in ("plain autograd", 'store_activations("exact")', 'store_activations("int8")'):
+        with torch.autocast("cpu", dtype=dtype):
+            kept = step(WAYS[name], counted=True)
+        gradients = step.gradients()
+        expected = gradients if expected is None else expected
+        found[name] = {"saved": kept, "error": relative(gradients, expected)}
+    return found
+
+
 # --- where it helps little
 
 
@@ -366,17 +416,22 @@ def judged(cases: dict[str, dict[str, Any]], errors: dict[str, float]) -> list[d
     return [{"what": what, "value": value, "target": target, "met": value <= target} for what, value, target in targets]
 
 
-COLUMNS = ["kept by", "saved MiB", "of plain's", "peak MiB", "step time", "gradient error"]
+COLUMNS = ["kept by", "saved MiB", "of plain's", "peak MiB", "step time", "of it in hooks", "gradient error"]
 
 
-def table(cases: dict[str, dict[str, Any]], small: dict[str, dict[str, int]], layers: int) -> list[list[str]]:
+def table(
+    cases: dict[str, dict[str, Any]], autocast: dict[str, dict[str, Any]], small: dict[str, dict[str, int]]
+) -> list[list[str]]:
     base = cases["plain autograd"]
     rows = []
     for name, case in cases.items():
         peak = f"{case['peak'] / MIB:.0f}" if "peak" in case else ""
-        error = f"{case['error']:.1e}" if case["error"] else "0"
-        saved = f"{case['saved'] / MIB:.1f}"
-        rows.append([name, saved, f"{case['saved'] / base['saved']:.3f}", peak, f"{case['time']:.2f}x", error])
+        hooks = f"{case['hooks']:.1%}" if "hooks" in case else ""
+        row = [name, *bytes_columns(case, base), peak, f"{case['time']:.2f}x", hooks, error_column(case)]
+        rows.append(row)
+    for name, case in autocast.items():
+        sizes = bytes_columns(case, autocast["plain autograd"])
+        rows.append([f"float16 autocast: {name}", *sizes, "", "", "", error_column(case)])
     for batch_name, sizes in small.items():
         parameters = sizes["parameters"] / MIB
         for name in ("exact", "int8"):
@@ -384,8 +439,16 @@ def table(cases: dict[str, dict[str, Any]], small: dict[str, dict[str, int]], la
             label = f'{batch_name}: store_activations("{name}")'
             if sizes["plain autograd"] < sizes["parameters"]:
                 label += f" (beside {parameters:.0f} MiB of parameters)"
-            rows.append([label, f"{bytes_ / MIB:.1f}", f"{bytes_ / sizes['plain autograd']:.3f}", "", "", ""])
+            rows.append([label, f"{bytes_ / MIB:.1f}", f"{bytes_ / sizes['plain autograd']:.3f}", "", "", "", ""])
     return rows
+
+
+def bytes_columns(case: dict[str, Any], base: dict[str, Any]) -> list[str]:
+    return [f"{case['saved'] / MIB:.1f}", f"{case['saved'] / base['saved']:.3f}"]
+
+
+def error_column(case: dict[str, Any]) -> str:
+    return f"{case['error']:.1e}" if case["error"] else "0"
 
 
 def main() -> None:
@@ -393,8 +456,9 @@ def main() -> None:
     layers, rounds, steps = (1, 2, 3) if options.quick else (12, 11, 120)
     cases = measure(layers, rounds)
     errors = trained_errors(steps)
+    autocast = under_autocast(layers, torch.float16)
     small = small_gains(layers)
-    targets, rows = judged(cases, errors), table(cases, small, layers)
+    targets, rows = judged(cases, errors), table(cases, autocast, small)
     print("  ".join(COLUMNS))
     for row in rows:
         print(f"{row[0]:72} {'  '.join(f'{value:>8}' for value in row[1:])}")
@@ -412,6 +476,7 @@ def main() -> None:
         "rows": rows,
         "cases": cases,
         "trained_errors": errors,
+        "autocast": autocast,
         "small_gains": small,
         "targets": targets,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,3 +23,18 @@ def test_first_blocks_are_the_two_commands():
     assert "fastamp demo" in blocks[0] and "pytest" in blocks[1]
     for block in blocks[:2]:
         assert "python3 -m venv" in block and "pip install" in block, "each command starts from nothing"
+
+
+def test_the_function_for_the_memory_report_is_one_that_works(tmp_path):
+    page = (ROOT / "README.md").read_text()
+    code, command = re.search(r"```python\n([^`]*def make[^`]*)```\n\n```\npython ([^`]*)\n```", page).groups()
+    (tmp_path / "mine.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "Plan for 286 MiB: peak 2" in done.stdout and "checkpoint" in done.stdout

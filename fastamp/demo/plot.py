@@ -31,6 +31,7 @@ def write(found: Sequence[Result], path: str) -> str:
         if "saved_bytes" in found[0]:
             panels.append(draw_memory)
         figure = Figure(figsize=(1 + 4 * len(panels), 4.2), dpi=150, facecolor="white", layout="constrained")
+        figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr,call-arg]
         for draw, axes in zip(panels, figure.subplots(1, len(panels)), strict=True):
             draw(axes, found)
         figure.savefig(path)

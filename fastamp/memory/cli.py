@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -262,7 +263,9 @@ def _make(function: Callable[[], Any], real: bool) -> tuple[Any, str]:
     from fastamp.memory._not_traceable import is_limit_of_fake_tensors
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            # Copies of modules (nn.Transformer makes its layers so) look whether a tensor has memory.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated")
             return function(), ""
     except Exception as problem:
         if not is_limit_of_fake_tensors(problem):
