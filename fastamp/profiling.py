@@ -37,8 +37,9 @@ class Observer:
         """Work of this name, which began last on this thread, has ended, also where it raised."""
 
     def updated(self, scaler: Any, before: Tensor, found_infs: list[Tensor]) -> None:
-        """`scaler.update()` has ended an iteration that had the scale `before`, a copy, and in which these flags were
-        raised or not; both on their devices, nothing has waited for them."""
+        """`scaler.update()` has ended an iteration. `before`: a copy of the scale that it had. `found_infs`: the
+        optimizers' flags, one for each device of each. All are 0-dim float32, on their devices; nothing has waited
+        for them."""
 
     def checkpointed(self) -> None:
         """`fastamp.checkpoint` was called, outside of any compiled graph."""

@@ -28,7 +28,7 @@ def test_first_blocks_are_the_two_commands():
 def test_the_function_for_the_memory_report_is_one_that_works(tmp_path):
     page = (ROOT / "README.md").read_text()
     code, command = re.search(r"```python\n([^`]*def make[^`]*)```\n\n```\npython ([^`]*)\n```", page).groups()
-    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "train.py").write_text(code)
     done = subprocess.run(
         [sys.executable, *command.split()],
         cwd=tmp_path,
